@@ -1,0 +1,1 @@
+"""The same few functions three times: reference (NumPy, obvious), cpu (numba), cuda (NVRTC)."""

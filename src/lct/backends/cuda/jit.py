@@ -1,0 +1,290 @@
+"""Compile the kernels with NVRTC at first use, keep the machine code on disk, and launch them.
+
+A kernel is one ``.cu`` file joined with the headers it needs; constants come from the Python tables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import os
+import re
+import tempfile
+import threading
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...codebook import CENTER, ESC, MAX_LENGTH, NUM_SYMBOLS, ZERO, Codebook, bank
+from ...config import kernel_cache_dir
+from ...dtypes import DTYPES, DTYPES_BY_CODE, DType
+from ...errors import LctError
+from ...presets import PRESETS, Preset
+
+KERNEL_DIR = Path(__file__).parent / "kernels"
+# Architectures that CI compiles every kernel for (Ampere, Ada, Hopper, Blackwell).
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+TABLE_WORDS = 1288
+PAIR_WINDOW = 16
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the kernel table: entry point, source files, warps a block.
+
+    ``pooled``: the presets it serves, pooled or fixed (None: both). ``constants``: names of the
+    constants that its code depends on; the others are left out, so that variants share machine code.
+    """
+
+    entry: str
+    files: tuple[str, ...]
+    warps: int
+    pooled: bool | None
+    constants: tuple[str, ...] = ("DTYPE", "POOLED", "STEPS", "GROUPS_PER_BLOCK", "WARPS")
+
+
+KERNELS: dict[str, Kernel] = {
+    row.entry: row
+    for row in (
+        Kernel("pooled_encode", ("common.cuh", "arena.cuh", "pooled.cuh", "pooled_encode.cu"), 4, True),
+        Kernel("pooled_decode", ("common.cuh", "arena.cuh", "pooled.cuh", "pooled_decode.cu"), 4, True),
+        Kernel("pooled_needs", ("common.cuh", "pooled.cuh", "pooled_needs.cu"), 4, True),
+        Kernel("fixed_encode", ("common.cuh", "arena.cuh", "pooled.cuh", "fixed.cuh", "fixed_encode.cu"), 8, False),
+        Kernel("fixed_decode", ("common.cuh", "arena.cuh", "pooled.cuh", "fixed.cuh", "fixed_decode.cu"), 8, False),
+        Kernel("select_book", ("common.cuh", "select.cu"), 32, None, ("DTYPE", "POOLED")),
+        Kernel("release_chunks", ("common.cuh", "arena.cuh", "release.cu"), 8, None, ()),
+    )
+}
+
+
+class Args(ctypes.Structure):
+    """The one argument of every kernel; mirrors ``struct Args`` in common.cuh."""
+
+    _fields_ = [
+        *[(name, ctypes.c_uint64) for name in ("payload", "dense", "arena", "tables", "num_values")],
+        *[
+            (name, ctypes.c_uint64)
+            for name in (
+                "sign_fraction_offset",
+                "low_offset",
+                "lane_offset",
+                "meta_offset",
+                "tail_slot_offset",
+                "size_bytes",
+            )
+        ],
+        *[
+            (name, ctypes.c_uint32)
+            for name in (
+                "first_group",
+                "end_group",
+                "num_groups",
+                "full_groups",
+                "tail_steps",
+                "capacity",
+                "tail_capacity",
+                "fresh",
+                "reserve",
+            )
+        ],
+        ("header", ctypes.c_uint32 * 4),
+        ("candidates", ctypes.c_uint32),
+        ("book", ctypes.c_uint32),
+    ]
+
+
+def source(kernel: Kernel, preset: Preset, dtype: DType) -> str:
+    """The translation unit of ``kernel`` for one preset and dtype: constants, headers, kernel."""
+    values = {
+        "DTYPE": dtype.code,
+        "POOLED": int(preset.pooled),
+        "STEPS": preset.steps,
+        "GROUPS_PER_BLOCK": preset.groups_per_block,
+        "WARPS": kernel.warps,
+    }
+    defaults = {"DTYPE": 1, "POOLED": 1, "STEPS": 64, "GROUPS_PER_BLOCK": 1, "WARPS": kernel.warps}
+    used = {name: (values if name in kernel.constants else defaults)[name] for name in values}
+    parts = [f"#define {name} {value}" for name, value in used.items()]
+    for name in kernel.files:
+        parts.append(f'#line 1 "{name}"\n{(KERNEL_DIR / name).read_text()}')
+    return "\n".join(parts)
+
+
+def variants() -> list[tuple[Kernel, Preset, DType]]:
+    """Every kernel with the presets and dtypes that give it different code."""
+    found: dict[str, tuple[Kernel, Preset, DType]] = {}
+    for kernel in KERNELS.values():
+        for preset in PRESETS.values():
+            if kernel.pooled not in (None, preset.pooled):
+                continue
+            for dtype in DTYPES_BY_CODE.values() if preset.pooled else DTYPES.values():
+                found.setdefault(source(kernel, preset, dtype), (kernel, preset, dtype))
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the assembler reports for a kernel."""
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+
+
+def compile_kernel(kernel: Kernel, preset: Preset, dtype: DType, arch: str) -> tuple[bytes, Resources]:
+    """Machine code (cubin) of a kernel for ``arch`` and its resources; needs no GPU.
+
+    LctError with source name, arch and the compiler's log where it does not compile.
+    """
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise LctError("CUDA tensors need cuda-core: pip install lct-torch[cuda]") from error
+    name = f"{kernel.files[-1]} ({preset.name}, {dtype.name})"
+    options = ProgramOptions(name=kernel.files[-1], arch=arch, std="c++17", ptxas_options=["-v"])
+    logs = io.StringIO()
+    try:
+        code = Program(source(kernel, preset, dtype), "c++", options).compile("cubin", logs=logs)
+    except Exception as error:
+        raise LctError(f"kernel {name} does not compile for {arch}: {error}") from error
+    return bytes(code.code), _resources(logs.getvalue(), kernel.entry)
+
+
+def _resources(log: str, entry: str) -> Resources:
+    def largest(pattern: str) -> int:
+        return max((int(m) for m in re.findall(pattern, log)), default=0)
+
+    return Resources(
+        registers=largest(r"Used (\d+) registers"),
+        spill_bytes=largest(r"(\d+) bytes spill stores") + largest(r"(\d+) bytes spill loads"),
+        stack_bytes=largest(r"(\d+) bytes stack frame"),
+    )
+
+
+def _cached_code(kernel: Kernel, preset: Preset, dtype: DType, arch: str) -> bytes:
+    """``compile_kernel`` through the cache on disk, keyed by all that the code depends on."""
+    import importlib.metadata
+
+    versions = f"{importlib.metadata.version('cuda-core')} {importlib.metadata.version('cuda-bindings')}"
+    key = hashlib.sha256(f"{versions}\n{arch}\n{source(kernel, preset, dtype)}".encode()).hexdigest()
+    path = kernel_cache_dir() / f"{kernel.entry}-{key[:32]}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    code, _ = compile_kernel(kernel, preset, dtype, arch)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(code)
+    os.replace(file.name, path)
+    return code
+
+
+@dataclass
+class Loaded:
+    """A kernel in a device's context."""
+
+    function: int
+    warps: int
+    module: Any  # keeps the code loaded
+    shared_bytes: int = 48 * 1024
+
+
+_lock = threading.Lock()
+_loaded: dict[tuple[int, str, int, int], Loaded] = {}
+
+
+def load(entry: str, preset: Preset, dtype: DType, device: int) -> Loaded:
+    """The kernel ``entry`` on ``device``, compiled and loaded at first use."""
+    key = (device, entry, preset.code, dtype.code)
+    found = _loaded.get(key)
+    if found is not None:
+        return found
+    import torch
+    from cuda.bindings import driver
+    from cuda.core import ObjectCode
+
+    with _lock, torch.cuda.device(device):
+        if key not in _loaded:
+            torch.cuda.current_stream(device)  # torch makes the context
+            major, minor = torch.cuda.get_device_capability(device)
+            kernel = KERNELS[entry]
+            code = _cached_code(kernel, preset, dtype, f"sm_{major}{minor}")
+            module = ObjectCode.from_cubin(code)
+            handle = module.get_kernel(entry)
+            error, function = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
+            _check(error)
+            _loaded[key] = Loaded(int(function), kernel.warps, module)
+    return _loaded[key]
+
+
+def _check(error: Any) -> None:
+    if int(error) != 0:
+        raise LctError(f"CUDA driver call failed: {error!r}")
+
+
+def launch(kernel: Loaded, args: Args, blocks: int, shared_bytes: int, stream: int, extra: int | None = None) -> None:
+    """Launch on ``stream``. ``extra`` is a second, 64-bit argument. LctError where the launch fails."""
+    from cuda.bindings import driver
+
+    if shared_bytes > kernel.shared_bytes:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(driver.cuFuncSetAttribute(kernel.function, attribute, shared_bytes)[0])
+        kernel.shared_bytes = shared_bytes
+    pointers = (ctypes.c_void_p * 2)(ctypes.addressof(args))
+    second = ctypes.c_uint64(extra or 0)
+    pointers[1] = ctypes.addressof(second)
+    (error,) = driver.cuLaunchKernel(
+        kernel.function, blocks, 1, 1, kernel.warps * 32, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
+    )
+    _check(error)
+
+
+def codebook_tables(book: Codebook) -> np.ndarray:
+    """One book as the kernels read it, uint32 (TABLE_WORDS,); the layout stands in common.cuh."""
+    decode, encode = np.zeros(256, np.uint32), np.zeros(512, np.uint32)
+    pair, cost = np.zeros(256, np.uint32), np.zeros(260, np.uint32)
+    esc_flag, zero_flag, escaped, slow = 0x8000, 0x4000, 0x80000000, 0x20
+    lengths, codes = book.lengths.astype(np.int64), book.codes.astype(np.int64)
+    for symbol in range(NUM_SYMBOLS):
+        length = int(lengths[symbol])
+        if length:
+            first = int(codes[symbol]) << (MAX_LENGTH - length)
+            flags = {ESC: esc_flag, ZERO: zero_flag}.get(symbol, symbol << 23)
+            decode[first : first + (1 << (MAX_LENGTH - length))] = flags | length
+    escape_entry = escaped | int(codes[ESC]) << 8 | int(lengths[ESC])
+    for symbol in range(256):
+        own = int(lengths[symbol])
+        encode[256 + symbol] = int(codes[symbol]) << 8 | own if own else escape_entry
+    encode[:256] = int(codes[ZERO]) << 8 | int(lengths[ZERO])
+    window = _pair_window(lengths)
+    for high in range(PAIR_WINDOW):
+        for low in range(PAIR_WINDOW):
+            a, b = window + low, window + high
+            if lengths[a] and lengths[b]:
+                code = int(codes[a]) << int(lengths[b]) | int(codes[b])
+                pair[low | high << 4] = code << 16 | int(lengths[a] + lengths[b])
+            else:
+                pair[low | high << 4] = slow
+    cost[: ZERO + 1] = book.cost_bits
+    return np.concatenate([decode, encode, pair, cost, np.array([window, 0, 0, 0], np.uint32)])
+
+
+def _pair_window(lengths: np.ndarray) -> int:
+    """Start of the 16 neighbouring symbols that are coded most cheaply together."""
+    weight = np.where(lengths[:256] > 0, 2.0 ** -lengths[:256], 0.0)
+    sums = np.convolve(weight, np.ones(PAIR_WINDOW), "valid")
+    sums[: CENTER - PAIR_WINDOW + 1] = -1
+    sums[CENTER + 1 :] = -1
+    return int(np.argmax(sums))
+
+
+@cache
+def device_tables(device: int) -> Any:
+    """The whole bank on ``device``, int32; made once."""
+    import torch
+
+    tables = np.stack([codebook_tables(book) for book in bank()])
+    return torch.from_numpy(tables.view(np.int32)).to(torch.device("cuda", device))

@@ -1,0 +1,95 @@
+// The overflow arena of a device (docs/architecture.md, "Nothing is ever lost"): chunks of 8,192
+// bytes in segments, a bitmap of taken chunks, and a counter of free ones. Whoever takes a chunk
+// holds credit for it first, so the search in the bitmap always ends.
+#define CHUNK_BYTES 8192u
+
+// Mirrors arena.py. The bitmap and the table of segments follow in the same allocation.
+struct Arena {
+    int free_chunks;    // neither taken nor reserved
+    u32 failed_groups;  // groups that found no credit and were left as they were
+    u32 taken_total;    // chunks ever taken
+    u32 bitmap_words;
+    u32 segment_shift;  // log2(chunks a segment)
+    u32 pad[3];
+    u64* segments;
+    u32* bitmap;
+};
+
+__device__ __forceinline__ u8* chunk_data(const Arena* arena, u32 chunk) {
+    u32 shift = arena->segment_shift;
+    return (u8*)arena->segments[chunk >> shift] + (size_t)(chunk & ((1u << shift) - 1)) * CHUNK_BYTES;
+}
+
+// Credit for `count` chunks; false (and nothing changed) where they are not free.
+__device__ __forceinline__ bool reserve_chunks(Arena* arena, int count) {
+    if (atomicSub(&arena->free_chunks, count) >= count) return true;
+    atomicAdd(&arena->free_chunks, count);
+    return false;
+}
+
+__device__ __forceinline__ void return_credit(Arena* arena, int count) {
+    if (count) atomicAdd(&arena->free_chunks, count);
+}
+
+// A chunk for which the caller holds credit. One lane calls.
+__device__ __forceinline__ u32 take_chunk(Arena* arena, u32 start) {
+    u32 words = arena->bitmap_words, word = start % words;
+    atomicAdd(&arena->taken_total, 1u);
+    while (true) {
+        u32 taken = ((volatile u32*)arena->bitmap)[word];
+        if (taken == 0xffffffffu) {
+            word = word + 1 == words ? 0 : word + 1;
+            continue;
+        }
+        u32 bit = 1u << (__ffs(~taken) - 1);
+        if (!(atomicOr(&arena->bitmap[word], bit) & bit)) return word * 32 + __ffs(bit) - 1;
+    }
+}
+
+// One lane calls, after every lane of its warp has read the chunk (__syncwarp).
+__device__ __forceinline__ void free_chunk(Arena* arena, u32 chunk) {
+    __threadfence();
+    atomicAnd(&arena->bitmap[chunk >> 5], ~(1u << (chunk & 31)));
+    __threadfence();
+    atomicAdd(&arena->free_chunks, 1);
+}
+
+// The chunk that a warp spills one group into: kept from the group's old state, or taken at the first spill.
+struct SpillChunk {
+    Arena* arena;
+    u32 chunk;       // NO_CHUNK: none yet
+    int credit;      // reserved and not used (reserve mode)
+    bool reserved;
+
+    __device__ __forceinline__ void init(Arena* a, u32 old, bool reserve_mode, int credits) {
+        arena = a;
+        chunk = old;
+        reserved = reserve_mode;
+        credit = reserve_mode ? credits : 0;
+    }
+
+    // All lanes call. Outside reserve mode the host has made sure of credit (arena.py).
+    __device__ __forceinline__ u32 take(u32 start, u32 lane) {
+        u32 got = 0;
+        if (lane == 0) {
+            if (!reserved) atomicSub(&arena->free_chunks, 1);
+            got = take_chunk(arena, start);
+        }
+        credit -= reserved ? 1 : 0;
+        return __shfl_sync(FULL_WARP, got, 0);
+    }
+
+    __device__ __forceinline__ u8* data(u32 start, u32 lane) {
+        if (chunk == NO_CHUNK) chunk = take(start, lane);
+        return chunk_data(arena, chunk);
+    }
+
+    // All lanes call at the end; `used`: the group's new state refers to the chunk.
+    __device__ __forceinline__ void finish(bool used, u32 lane) {
+        __syncwarp();
+        if (lane == 0) {
+            if (!used && chunk != NO_CHUNK) free_chunk(arena, chunk);
+            return_credit(arena, credit);
+        }
+    }
+};

@@ -1,0 +1,241 @@
+// What every kernel shares: types, the launch argument, splitting values into exponents and
+// sign-fraction bytes (docs/format.md, sections 2 and 3). Constants in capitals that are not defined
+// here are prepended by jit.py from the Python tables (DTYPE, POOLED, STEPS, GROUPS_PER_BLOCK, WARPS).
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define FULL_WARP 0xffffffffu
+#define STATE_CODED 0x00u
+#define STATE_CONSTANT 0x01u
+#define STATE_WIDE 0x02u
+#define STATE_SPILLED 0x80u
+#define REF_MASK 0x00ffffffu
+#define NO_CHUNK 0xffffffffu
+
+#define GROUP_VALUES (STEPS * 128)
+#define QUADS_PER_ROW (32 * GROUPS_PER_BLOCK)
+
+// Mirrors jit.Args (ctypes): pointers first, then 64-bit, then 32-bit fields.
+struct Args {
+    u8* payload;
+    void* dense;        // source of an encode, destination of a decode
+    struct Arena* arena;
+    const u32* tables;  // the bank, one BookTables row a book
+    u64 num_values;
+    u64 sign_fraction_offset, low_offset, lane_offset, meta_offset, tail_slot_offset, size_bytes;
+    u32 first_group, end_group;  // the groups of this launch
+    u32 num_groups, full_groups, tail_steps;
+    u32 capacity, tail_capacity;
+    u32 fresh;    // 1: the payload's meta plane holds nothing yet
+    u32 reserve;  // 1: take worst-case credit from the arena before writing (captured graphs)
+    u32 header[4];
+    u32 candidates;  // bit b: book b may be chosen
+    u32 book;        // the book to use, or NO_CHUNK: read it from the payload's header
+};
+
+// One row of the bank on the device (codebook_tables in jit.py).
+//   decode[256]  indexed by 8 stream bits: length | ZERO_FLAG | ESC_FLAG | relative exponent << 23
+//   encode[512]  indexed by relative exponent | 256 where the exponent is not 0: length | code << 8 | ESCAPED
+//   pair[256]    indexed by two relative exponents inside a window of 16: length | code << 16, SLOW if either escapes
+//   cost[260]    bits that symbol 0..256 costs
+//   window       symbol that the pair table's window starts at
+#define TABLE_DECODE 0
+#define TABLE_ENCODE 256
+#define TABLE_PAIR 768
+#define TABLE_COST 1024
+#define TABLE_WINDOW 1284
+#define TABLE_WORDS 1288
+#define ESC_FLAG 0x8000u
+#define ZERO_FLAG 0x4000u
+#define SPECIAL_FLAGS 0xc000u
+#define ESCAPED 0x80000000u
+#define SLOW 0x20u
+
+#define PACKED_BYTES 0x00ff00ffu
+
+// Unused bytes are zero: the gaps between planes, at most 31 bytes each. One warp calls.
+__device__ __forceinline__ void clear_gaps(const Args& a, u32 lane) {
+    const u64 low_bytes = DTYPE == 2 ? 2 * a.num_values : DTYPE == 3 ? (a.num_values + 7) / 8 * 3 : 0;
+    const u64 from[3] = {a.sign_fraction_offset + a.num_values, a.low_offset + low_bytes, a.meta_offset + 4ull * a.num_groups};
+    const u64 to[3] = {a.low_offset, a.lane_offset, a.size_bytes};
+#pragma unroll
+    for (int gap = 0; gap < 3; gap++)
+        if (from[gap] + lane < to[gap]) a.payload[from[gap] + lane] = 0;
+}
+
+__device__ __forceinline__ const u32* book_tables(const Args& a) {
+    u32 book = a.book == NO_CHUNK ? (u32)a.payload[3] : a.book;
+    return a.tables + (size_t)book * TABLE_WORDS;
+}
+
+// Exponents of two packed words, as two bytes in 16-bit halves.
+__device__ __forceinline__ u32 exponents2(u32 v) { return (v >> 7) & PACKED_BYTES; }
+
+// Sign-fraction bytes of four words.
+__device__ __forceinline__ u32 sign_fractions4(uint2 v) {
+    u32 low = __byte_perm(v.x, v.y, 0x6420), high = __byte_perm(v.x, v.y, 0x7531);
+    return (low & 0x7f7f7f7fu) | (high & 0x80808080u);
+}
+
+// Four words from sign-fraction bytes and exponents that stand at bits 7..14 and 23..30 of x and y;
+// other bits of x and y are ignored, so packed adds may carry between the halves.
+__device__ __forceinline__ uint2 join4(u32 sf, u32 x, u32 y) {
+    uint2 out;
+    out.x = (__byte_perm(sf, 0, 0x1100) & 0x807f807fu) | (x & 0x7f807f80u);
+    out.y = (__byte_perm(sf, 0, 0x3322) & 0x807f807fu) | (y & 0x7f807f80u);
+    return out;
+}
+
+// Exponent bytes of four words, in order.
+__device__ __forceinline__ u32 exponent_bytes4(uint2 v) {
+    return __byte_perm(exponents2(v.x), exponents2(v.y), 0x6420);
+}
+
+// Four words from sign-fraction bytes and exponent bytes.
+__device__ __forceinline__ uint2 join_bytes4(u32 sf, u32 e) {
+    return join4(sf, __byte_perm(e, 0, 0x4140) << 7, __byte_perm(e, 0, 0x4342) << 7);
+}
+
+// First value of the quad of (group, step, lane).
+__device__ __forceinline__ u64 quad_index(u32 group, u32 step, u32 lane) {
+#if GROUPS_PER_BLOCK == 1
+    return (u64)group * GROUP_VALUES + step * 128 + lane * 4;
+#else
+    u32 block = group / GROUPS_PER_BLOCK, part = group % GROUPS_PER_BLOCK;
+    u32 column = (part * 32 + lane - 4 * step) & (QUADS_PER_ROW - 1);
+    return (u64)block * (GROUP_VALUES * GROUPS_PER_BLOCK) + step * (QUADS_PER_ROW * 4) + column * 4;
+#endif
+}
+
+// ---- Dense values: DTYPE 1 BF16, 2 FP32, 3 FP16, 4 FP32 holding BF16 ----
+#if DTYPE == 2 || DTYPE == 4
+#define VALUE_BYTES 4
+#else
+#define VALUE_BYTES 2
+#endif
+
+struct Quad {
+    uint2 words;
+    uint2 low;  // FP32: four 16-bit halves; FP16: four 3-bit values at bits 0..2 of each half
+};
+
+__device__ __forceinline__ u32 dense_at(const void* p, u64 i) {
+#if VALUE_BYTES == 4
+    return ((const u32*)p)[i];
+#else
+    return ((const u16*)p)[i];
+#endif
+}
+
+__device__ __forceinline__ u32 word_of(u32 value) {
+#if VALUE_BYTES == 4
+    return value >> 16;
+#elif DTYPE == 3
+    return (value & 0x8000u) | ((value >> 3) & 0x0fffu);
+#else
+    return value;
+#endif
+}
+
+__device__ __forceinline__ Quad split_quad(uint4 v) {
+    Quad q;
+#if VALUE_BYTES == 4
+    q.words = make_uint2(__byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x7632));
+    q.low = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410));
+#elif DTYPE == 3
+    q.words = make_uint2((v.x & 0x80008000u) | ((v.x >> 3) & 0x0fff0fffu), (v.y & 0x80008000u) | ((v.y >> 3) & 0x0fff0fffu));
+    q.low = make_uint2(v.x & 0x00070007u, v.y & 0x00070007u);
+#else
+    q.words = make_uint2(v.x, v.y);
+    q.low = make_uint2(0, 0);
+#endif
+    return q;
+}
+
+__device__ __forceinline__ uint4 merge_quad(Quad q) {
+#if VALUE_BYTES == 4
+    return make_uint4(__byte_perm(q.low.x, q.words.x, 0x5410), __byte_perm(q.low.x, q.words.x, 0x7632),
+                      __byte_perm(q.low.y, q.words.y, 0x5410), __byte_perm(q.low.y, q.words.y, 0x7632));
+#elif DTYPE == 3
+    return make_uint4((q.words.x & 0x80008000u) | ((q.words.x & 0x0fff0fffu) << 3) | q.low.x,
+                      (q.words.y & 0x80008000u) | ((q.words.y & 0x0fff0fffu) << 3) | q.low.y, 0, 0);
+#else
+    return make_uint4(q.words.x, q.words.y, 0, 0);
+#endif
+}
+
+// Quads are 8 (16) bytes and the tensors start at a multiple of 16: see codec.py.
+__device__ __forceinline__ uint4 load_dense(const void* p, u64 i) {
+#if VALUE_BYTES == 4
+    return __ldcs((const uint4*)((const u32*)p + i));
+#else
+    uint2 v = __ldcs((const uint2*)((const u16*)p + i));
+    return make_uint4(v.x, v.y, 0, 0);
+#endif
+}
+
+__device__ __forceinline__ void store_dense(void* p, u64 i, uint4 v) {
+#if VALUE_BYTES == 4
+    *(uint4*)((u32*)p + i) = v;
+#else
+    *(uint2*)((u16*)p + i) = make_uint2(v.x, v.y);
+#endif
+}
+
+// The same near the end of the tensor: values past it read as +0 and are not written.
+__device__ __forceinline__ uint4 load_dense_guarded(const void* p, u64 i, u64 n) {
+    u32 v[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) v[j] = i + j < n ? dense_at(p, i + j) : 0u;
+#if VALUE_BYTES == 4
+    return make_uint4(v[0], v[1], v[2], v[3]);
+#else
+    return make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, 0, 0);
+#endif
+}
+
+__device__ __forceinline__ void store_dense_guarded(void* p, u64 i, u64 n, uint4 v) {
+    u32 parts[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        if (i + j >= n) return;
+#if VALUE_BYTES == 4
+        ((u32*)p)[i + j] = parts[j];
+#else
+        ((u16*)p)[i + j] = (u16)(parts[j >> 1] >> (16 * (j & 1)));
+#endif
+    }
+}
+
+// Low plane of a quad at value i. FP16 packs 8 values (two neighbouring lanes) into 3 bytes, so all
+// lanes of a warp must call these together.
+__device__ __forceinline__ void store_low(u8* plane, u64 i, u64 n, uint2 low) {
+#if DTYPE == 2
+    if (i < n) *(uint2*)(plane + 2 * i) = low;  // the plane is a multiple of 8 values long
+#elif DTYPE == 3
+    u32 bits = (low.x & 7) | (low.x >> 16) << 3 | (low.y & 7) << 6 | (low.y >> 16) << 9;
+    u32 other = __shfl_xor_sync(FULL_WARP, bits, 1);
+    if (!(i & 4) && i < n) {
+        u8* unit = plane + i / 8 * 3;
+        bits |= other << 12;
+        unit[0] = (u8)bits, unit[1] = (u8)(bits >> 8), unit[2] = (u8)(bits >> 16);
+    }
+#endif
+}
+
+__device__ __forceinline__ uint2 load_low(const u8* plane, u64 i, u64 n) {
+#if DTYPE == 2
+    return i < n ? *(const uint2*)(plane + 2 * i) : make_uint2(0, 0);
+#elif DTYPE == 3
+    u32 bits = 0;
+    if (i < n) {
+        const u8* unit = plane + i / 8 * 3;
+        bits = (unit[0] | unit[1] << 8 | unit[2] << 16) >> (i & 4 ? 12 : 0);
+    }
+    return make_uint2((bits & 7) | (bits & 0x38) << 13, (bits >> 6 & 7) | (bits >> 6 & 0x38) << 13);
+#else
+    return make_uint2(0, 0);
+#endif
+}

@@ -1,0 +1,75 @@
+// Choose the book (and, for fixed streams, the shift) of a tensor from a sample and write the payload's
+// header (docs/format.md, section 5). One block of 1,024 threads: the sample is at most 16,384 values.
+#define THREADS 1024
+#define SAMPLED_SPANS 64
+#define SAMPLED_VALUES 4096
+#define SYMBOLS 257
+
+__device__ __forceinline__ u64 sample_start(u64 k, u64 samples, u64 total) {
+    if (total <= samples) return k;
+    u64 first = k * total / samples, end = (k + 1) * total / samples;
+    u32 jitter = ((u32)(k + 1) * 2654435761u) >> 8;
+    return first + jitter % (end - first);
+}
+
+extern "C" __global__ __launch_bounds__(THREADS) void select_book(const __grid_constant__ Args a) {
+    __shared__ u32 counts[SYMBOLS + 3];
+    __shared__ u64 best;
+    const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    for (u32 i = thread; i < SYMBOLS; i += THREADS) counts[i] = 0;
+    if (thread == 0) best = ~0ull;
+    __syncthreads();
+#if POOLED
+    u64 spans = (a.num_values + 255) / 256;
+    u32 samples = spans < SAMPLED_SPANS ? (u32)spans : SAMPLED_SPANS;
+    for (u32 k = warp; k < samples; k += THREADS / 32) {
+        u64 start = sample_start(k, SAMPLED_SPANS, spans) * 256;
+        u32 e[8], sum = 0, nonzero = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            u64 i = start + j * 32 + lane;
+            e[j] = i < a.num_values ? (word_of(dense_at(a.dense, i)) >> 7) & 255u : 256u;
+            sum += e[j] & 255u;
+            nonzero += e[j] > 0 && e[j] < 256u;
+        }
+        sum = __reduce_add_sync(FULL_WARP, sum);
+        nonzero = __reduce_add_sync(FULL_WARP, nonzero);
+        u32 shift = nonzero ? (sum + nonzero / 2) / nonzero : 0u;
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (e[j] < 256u) atomicAdd(&counts[e[j] ? (e[j] - shift + 128u) & 255u : 256u], 1u);
+    }
+    __syncthreads();
+    if (a.candidates >> warp & 1u) {
+        const u32* cost = a.tables + (size_t)warp * TABLE_WORDS + TABLE_COST;
+        u32 total = 0;
+        for (u32 s = lane; s < SYMBOLS; s += 32) total += counts[s] * cost[s];
+        total = __reduce_add_sync(FULL_WARP, total);
+        if (lane == 0) atomicMin(&best, (u64)total << 16 | warp << 8);
+    }
+#else
+    u32 samples = a.num_values < SAMPLED_VALUES ? (u32)a.num_values : SAMPLED_VALUES;
+    for (u32 k = thread; k < samples; k += THREADS) {
+        u64 i = sample_start(k, SAMPLED_VALUES, a.num_values);
+        atomicAdd(&counts[(word_of(dense_at(a.dense, i)) >> 7) & 255u], 1u);
+    }
+    __syncthreads();
+    u32 shift = thread & 255u;
+    for (u32 book = thread / 256; book < 32; book += THREADS / 256) {
+        if (!(a.candidates >> book & 1u)) continue;
+        const u32* cost = a.tables + (size_t)book * TABLE_WORDS + TABLE_COST;
+        u32 total = 0;
+        for (u32 e = 0; e < 256; e++)
+            if (counts[e]) total += counts[e] * cost[e ? (e - shift + 128u) & 255u : 256u];
+        atomicMin(&best, (u64)total << 16 | book << 8 | shift);
+    }
+#endif
+    __syncthreads();
+    if (thread < 4) {
+        u32 word = a.header[thread];
+        u32 book = (u32)(best >> 8) & 255u, chosen_shift = (u32)best & 255u;
+        if (thread == 0) word = (word & 0x00ffffffu) | book << 24;
+        if (thread == 1) word = (word & 0xffffff00u) | chosen_shift;
+        ((u32*)a.payload)[thread] = word;
+    }
+}

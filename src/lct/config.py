@@ -1,0 +1,28 @@
+"""Environment variables: the one module that reads them. docs/guide.md lists them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MIB = 1 << 20
+
+
+def kernel_cache_dir() -> Path:
+    """``LCT_CACHE_DIR``: where compiled kernels are kept (default: ``lct`` in the user's cache)."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lct"
+    return Path(os.environ.get("LCT_CACHE_DIR", default))
+
+
+def arena_limit_bytes(device_bytes: int) -> int:
+    """``LCT_ARENA_MIB``: bytes up to which a device's arena grows so that launches need not wait.
+
+    Default: 1/512 of the device's memory, at least 32 MiB (48 MiB on a 24 GiB card). Data that really
+    spills may take more.
+    """
+    value = os.environ.get("LCT_ARENA_MIB")
+    if value is None:
+        return max(32 * MIB, device_bytes // 512)
+    if not value.isdigit() or int(value) < 1:
+        raise ValueError(f"LCT_ARENA_MIB must be a whole number of MiB, at least 1, got {value!r}")
+    return int(value) * MIB

@@ -1,0 +1,143 @@
+"""The one place that picks a backend: the same few operations for every device.
+
+``Stored`` is what a backend keeps for a tensor: the payload, and what spilled. Tensors are dense,
+contiguous and on the payload's device; callers have checked them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .backends import cpu
+from .codebook import BANK_ROWS
+from .layout import CHUNK_BYTES, HEADER_BYTES, WORD_BYTES, PayloadLayout, parse_header
+from .layout import STATE_CONSTANT, STATE_SHIFT, STATE_SPILLED, STATE_WIDE, validate_payload
+
+SUPPORTED_DEVICES = ("cpu", "cuda")
+
+
+@dataclass
+class Stored:
+    """``payload``: uint8 (layout.size_bytes,). ``spill``: canonical uint8 on the CPU; a lease on the
+    device's arena on CUDA (it gives the chunks back when it is dropped)."""
+
+    payload: torch.Tensor
+    spill: Any
+
+
+@dataclass(frozen=True)
+class GroupCounts:
+    """How the groups of a payload are stored."""
+
+    groups: int
+    constant: int
+    spilled: int
+    raw: int
+    spill_bytes: int
+
+
+def _cuda() -> Any:
+    from .backends import cuda
+
+    return cuda
+
+
+def patterns(tensor: torch.Tensor) -> np.ndarray:
+    """Bit patterns of a contiguous CPU tensor as a flat uint16 or uint32 array, without a copy."""
+    integer = torch.int32 if tensor.element_size() == 4 else torch.int16
+    flat = tensor.detach().reshape(-1).view(integer).numpy()
+    return flat.view(np.uint32 if tensor.element_size() == 4 else np.uint16)
+
+
+def encode(
+    dense: torch.Tensor,
+    layout: PayloadLayout,
+    candidates: tuple[int, ...],
+    into: Stored | None = None,
+) -> Stored:
+    """Encode ``dense`` (flat or not; ``layout.num_values`` values), into ``into`` where given."""
+    if dense.is_cuda:
+        return Stored(*_cuda().encode(dense, layout, candidates, into))
+    values = patterns(dense)
+    book, shift = (0, 0) if layout.is_raw else cpu.select(values, layout, candidates)
+    payload = into.payload if into is not None else torch.empty(layout.size_bytes, dtype=torch.uint8)
+    _, spill = cpu.encode(values, layout, book, shift, payload.numpy())
+    return Stored(payload, torch.from_numpy(spill))
+
+
+def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Tensor:
+    """Decode into ``out`` (contiguous, ``layout.num_values`` values); returns it."""
+    if out.is_cuda:
+        return _cuda().decode(stored.payload, layout, out)
+    cpu.decode(stored.payload.numpy(), stored.spill.numpy(), patterns(out))
+    return out
+
+
+def group_needs(dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]) -> np.ndarray:
+    """Words each pooled group of ``dense`` needs, int32 (num_groups,). Synchronises on CUDA."""
+    if dense.is_cuda:
+        return _cuda().group_needs(dense, layout, candidates)
+    values = patterns(dense)
+    book, _ = cpu.select(values, layout, candidates)
+    return cpu.group_needs(values, layout, book)
+
+
+def to_canonical(stored: Stored, layout: PayloadLayout) -> tuple[np.ndarray, np.ndarray]:
+    """(payload, spill) as canonical bytes on the host, uint8. Synchronises on CUDA."""
+    if stored.payload.is_cuda:
+        return _cuda().to_canonical(stored.payload, layout)
+    return stored.payload.numpy(), stored.spill.numpy()
+
+
+def from_canonical(payload: np.ndarray, spill: np.ndarray, layout: PayloadLayout, device: torch.device) -> Stored:
+    """The opposite of ``to_canonical``; CorruptPayloadError where the bytes are not safe to decode."""
+    validate_payload(layout, payload, spill.size)
+    stored = Stored(torch.from_numpy(payload.copy()), torch.from_numpy(spill.copy()))
+    if device.type == "cpu":
+        return stored
+    return to_device(stored, layout, device)
+
+
+def to_device(stored: Stored, layout: PayloadLayout, device: torch.device) -> Stored:
+    """A copy on ``device``. Chunks belong to a device's arena: a payload that spilled is encoded anew."""
+    counts = count_groups(stored, layout)
+    if counts.spilled == 0:
+        payload = stored.payload.to(device, copy=True)
+        spill = torch.empty(0, dtype=torch.uint8) if device.type == "cpu" else _cuda().lease(payload, layout)
+        return Stored(payload, spill)
+    if device.type == "cpu":
+        payload_array, spill_array = to_canonical(stored, layout)
+        return Stored(torch.from_numpy(payload_array.copy()), torch.from_numpy(spill_array.copy()))
+    _, book, shift = parse_header(bytes(stored.payload[:HEADER_BYTES].cpu().numpy()))
+    source = stored.payload.device
+    integer = torch.int32 if layout.dtype.itemsize == 4 else torch.int16
+    dense = decode(stored, layout, torch.empty(layout.num_values, dtype=integer, device=source)).to(device)
+    return Stored(*_cuda().encode(dense, layout, (book,), None, shift=shift))
+
+
+def count_groups(stored: Stored, layout: PayloadLayout) -> GroupCounts:
+    """How the groups are stored. Synchronises on CUDA."""
+    count = layout.num_groups
+    meta = stored.payload[layout.meta_offset :][: WORD_BYTES * count].cpu().numpy().view(np.uint32)
+    state = meta >> STATE_SHIFT
+    spilled = state & STATE_SPILLED != 0
+    wide = state == STATE_WIDE
+    chunks = int(spilled.sum()) + 3 * int(wide.sum())
+    spill_bytes = chunks * CHUNK_BYTES if stored.payload.is_cuda else stored.spill.nbytes
+    return GroupCounts(
+        groups=count,
+        constant=int((state == STATE_CONSTANT).sum()),
+        spilled=int(spilled.sum() + wide.sum()),
+        raw=int((state == STATE_SPILLED).sum() + wide.sum()) if layout.preset.pooled else 0,
+        spill_bytes=spill_bytes,
+    )
+
+
+def book_name(stored: Stored) -> str:
+    """Name of the book that a payload uses. Synchronises on CUDA."""
+    _, book, _ = parse_header(bytes(stored.payload[:HEADER_BYTES].cpu().numpy()))
+    return BANK_ROWS[book].name

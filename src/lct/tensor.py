@@ -1,0 +1,268 @@
+"""``CompressedTensor``: a payload and its description; ``encode`` and ``decode``."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from . import ops
+from .codebook import candidates as book_candidates
+from .dtypes import DTYPES, UPCAST, DType, get_dtype
+from .errors import CorruptPayloadError
+from .layout import HEADER_BYTES, PayloadLayout, best_capacity, parse_header
+from .presets import get_preset
+
+_TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+# Where this share of a tensor's groups spills, the tensor is stored anew with more room.
+_REPACK_SHARE = 1 / 32
+# Exact capacities leave 16 words (2 %) a group: a weight's need moves by a few words over a training run.
+HEADROOM_WORDS = 16
+
+_live: weakref.WeakSet[CompressedTensor] = weakref.WeakSet()
+
+Capacity = int | Literal["exact"] | None
+
+
+class CompressedTensor:
+    """A tensor stored losslessly: ``shape`` and ``dtype`` of the dense tensor, bytes of the format.
+
+    Made by ``encode``. ``payload`` is one uint8 allocation on ``device``; what spilled lies beside it
+    on the CPU and in the device's arena on CUDA. Aliases share the object: ``encode_`` writes in place.
+    """
+
+    __slots__ = ("__weakref__", "_candidates", "_stored", "dtype", "layout", "shape")
+
+    def __init__(
+        self,
+        stored: ops.Stored,
+        layout: PayloadLayout,
+        shape: torch.Size,
+        candidates: tuple[int, ...],
+    ) -> None:
+        self._stored = stored
+        self.layout = layout
+        self.shape = shape
+        self.dtype = _TORCH_DTYPES[layout.dtype.name]
+        self._candidates = candidates
+        _live.add(self)
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """The payload's bytes, uint8 (layout.size_bytes,)."""
+        return self._stored.payload
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the payload."""
+        return self._stored.payload.device
+
+    @property
+    def preset(self) -> str:
+        """Name of the preset, ``raw`` where storing dense was smaller."""
+        return self.layout.preset.name
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the dense tensor."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Number of values."""
+        return self.layout.num_values
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of the dense tensor."""
+        return self.layout.num_values * self.layout.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Every byte held for this tensor: payload (header, streams, planes) and spilled chunks.
+
+        Synchronises on CUDA, because only the device knows what spilled.
+        """
+        return self.payload.nbytes + ops.count_groups(self._stored, self.layout).spill_bytes
+
+    @property
+    def ratio(self) -> float:
+        """Dense bytes over ``nbytes``; 1.0 for an empty tensor."""
+        return self.dense_nbytes / self.nbytes if self.dense_nbytes else 1.0
+
+    @property
+    def book(self) -> str:
+        """Name of the codebook. Synchronises on CUDA."""
+        return "none" if self.layout.is_raw else ops.book_name(self._stored)
+
+    def group_counts(self) -> ops.GroupCounts:
+        """How many groups are coded, constant, spilled, raw. Synchronises on CUDA."""
+        return ops.count_groups(self._stored, self.layout)
+
+    def decode(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The dense tensor, contiguous; into ``out`` (same shape, dtype and device, contiguous) if given."""
+        if out is None:
+            out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        elif out.shape != self.shape or out.dtype != self.dtype or out.device != self.device or not out.is_contiguous():
+            raise ValueError(
+                f"out must be a contiguous {self.dtype} tensor of shape {tuple(self.shape)} on {self.device}, "
+                f"got {_describe(out)}"
+            )
+        return ops.decode(self._stored, self.layout, out)
+
+    def encode_(self, dense: torch.Tensor) -> CompressedTensor:
+        """Store ``dense`` (same shape, dtype and device) in place of the present values; returns self.
+
+        The payload's memory is reused. Where many groups spill it is replaced by a larger one; on an
+        error the old values stay.
+        """
+        if dense.shape != self.shape or dense.dtype != self.dtype or dense.device != self.device:
+            raise ValueError(
+                f"encode_ takes a {self.dtype} tensor of shape {tuple(self.shape)} on {self.device}, "
+                f"got {_describe(dense)}"
+            )
+        dense = dense.detach().contiguous()
+        self._stored = ops.encode(dense, self.layout, self._candidates, self._stored)
+        if self.layout.preset.pooled and not self._stored.payload.is_cuda:
+            counts = ops.count_groups(self._stored, self.layout)
+            if counts.spilled > counts.groups * _REPACK_SHARE:
+                self._store_exactly(dense)
+        return self
+
+    def repack(self) -> CompressedTensor:
+        """Store the present values anew with the capacity that they need. Synchronises on CUDA."""
+        if self.layout.preset.pooled:
+            self._store_exactly(self.decode())
+        return self
+
+    def _store_exactly(self, dense: torch.Tensor) -> None:
+        layout = _exact_layout(dense, self.layout, self._candidates)
+        if layout != self.layout:
+            self._stored = ops.encode(dense, layout, self._candidates)
+            self.layout = layout
+
+    def clone(self) -> CompressedTensor:
+        """A copy with a payload of its own. Synchronises on CUDA."""
+        return self._on(self.device)
+
+    def to(self, device: torch.device | str | int) -> CompressedTensor:
+        """This tensor on ``device``: itself where it is there already, else a copy."""
+        target = torch.empty(0, device=device).device
+        return self if target == self.device else self._on(target)
+
+    def cpu(self) -> CompressedTensor:
+        """``to("cpu")``."""
+        return self.to("cpu")
+
+    def cuda(self, device: int | None = None) -> CompressedTensor:
+        """``to`` a CUDA device, the current one by default."""
+        return self.to(torch.device("cuda", torch.cuda.current_device() if device is None else device))
+
+    def _on(self, device: torch.device) -> CompressedTensor:
+        stored = ops.to_device(self._stored, self.layout, device)
+        return CompressedTensor(stored, self.layout, self.shape, self._candidates)
+
+    def canonical_bytes(self) -> bytes:
+        """Payload and spilled data as the format's canonical bytes, equal on all backends."""
+        payload, spill = ops.to_canonical(self._stored, self.layout)
+        return payload.tobytes() + spill.tobytes()
+
+    @classmethod
+    def from_canonical(
+        cls, data: bytes | np.ndarray, shape: tuple[int, ...], device: torch.device | str = "cpu"
+    ) -> CompressedTensor:
+        """The tensor whose ``canonical_bytes`` are ``data``. CorruptPayloadError where they are damaged."""
+        array = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+        layout, _, _ = parse_header(array[:HEADER_BYTES].tobytes())
+        size = torch.Size(shape)
+        if size.numel() != layout.num_values:
+            raise CorruptPayloadError(f"shape {tuple(shape)} must have {layout.num_values} values")
+        if array.size < layout.size_bytes:
+            raise CorruptPayloadError(f"payload must have {layout.size_bytes} bytes, got {array.size}")
+        payload, spill = array[: layout.size_bytes], array[layout.size_bytes :]
+        stored = ops.from_canonical(payload, spill, layout, torch.device(device))
+        return cls(stored, layout, size, book_candidates(None))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        data = np.frombuffer(self.canonical_bytes(), np.uint8)
+        return CompressedTensor.from_canonical, (data, tuple(self.shape), str(self.device))
+
+    def __repr__(self) -> str:
+        return (
+            f"CompressedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"preset={self.preset!r}, payload={self.payload.nbytes} of {self.dense_nbytes} bytes)"
+        )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    contiguous = "" if tensor.is_contiguous() else "non-contiguous "
+    return f"a {contiguous}{tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _check_encodable(tensor: object) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"encode takes a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"encode takes a dense (strided) tensor, got layout {tensor.layout}")
+    if tensor.is_quantized:
+        raise TypeError(f"encode takes no quantized tensor, got {tensor.dtype}")
+    if tensor.device.type not in ops.SUPPORTED_DEVICES:
+        raise ValueError(f"device must be one of {', '.join(ops.SUPPORTED_DEVICES)}, got {tensor.device}")
+    return tensor.detach().contiguous()
+
+
+def _exact_layout(dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]) -> PayloadLayout:
+    needs = ops.group_needs(dense, layout, candidates)
+    return PayloadLayout.choose(layout.preset, layout.dtype, layout.num_values, best_capacity(needs, HEADROOM_WORDS))
+
+
+def encode(
+    tensor: torch.Tensor,
+    *,
+    preset: str | None = None,
+    distribution: str | None = None,
+    capacity: Capacity = None,
+    upcast: bool = False,
+) -> CompressedTensor:
+    """Compress ``tensor`` losslessly (any shape; BF16, FP32 or FP16; CPU or CUDA).
+
+    ``preset``: ``"clean"``, ``"medium"``, ``"high"``, ``"pooled"`` or None for the default.
+    ``distribution``: pins the codebook's family (``"gaussian"``, ``"laplace"``, ``"power-law"``,
+    ``"log-normal"``); None chooses among all of the bank. ``capacity``: 32-bit words a group (pooled)
+    or a stream (fixed); None is the preset's own, ``"exact"`` measures the need first (pooled; one
+    synchronisation on CUDA). ``upcast``: a hint that an FP32 tensor holds BF16 values, so that its
+    lower halves get no room; a wrong hint costs storage, not bits.
+
+    On CUDA the call does not wait for the device, ``"exact"`` excepted. Raises TypeError for a wrong
+    dtype or layout, ValueError for a wrong device, preset, distribution or capacity.
+    """
+    dense = _check_encodable(tensor)
+    row = get_preset(preset)
+    dtype: DType = get_dtype(str(dense.dtype).removeprefix("torch."))
+    if upcast:
+        if dense.dtype != torch.float32:
+            raise TypeError(f"upcast takes a torch.float32 tensor, got {dense.dtype}")
+        dtype = UPCAST
+    candidates = book_candidates(distribution)
+    if capacity is None or isinstance(capacity, int):
+        layout = PayloadLayout.choose(row, dtype, dense.numel(), capacity)
+    elif capacity == "exact":
+        layout = PayloadLayout.choose(row, dtype, dense.numel())
+        if layout.preset.pooled:
+            layout = _exact_layout(dense, layout, candidates)
+    else:
+        raise ValueError(f'capacity must be a number of words, "exact" or None, got {capacity!r}')
+    return CompressedTensor(ops.encode(dense, layout, candidates), layout, tensor.shape, candidates)
+
+
+def decode(compressed: CompressedTensor) -> torch.Tensor:
+    """The dense tensor of ``compressed``, bit for bit. TypeError for anything else."""
+    if not isinstance(compressed, CompressedTensor):
+        raise TypeError(f"decode takes a CompressedTensor, got {type(compressed).__name__}")
+    return compressed.decode()
+
+
+def live_tensors() -> list[CompressedTensor]:
+    """All compressed tensors that exist."""
+    return list(_live)
