@@ -22,6 +22,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "lct.errors",
+        "lct.atomic",
         "lct.config",
         "lct.dtypes",
         "lct.presets",
@@ -34,9 +35,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lct.backends",),
     ("lct.ops",),
     ("lct.tensor",),
-    ("lct.nn", "lct.optim", "lct.checkpoint", "lct.memory"),
+    ("lct.nn", "lct.optim", "lct.checkpoint", "lct.analysis", "lct.memory"),
     ("lct",),  # the public API: the file src/lct/__init__.py alone
-    ("lct.cli", "lct.bench", "lct.integrations", "lct.__main__"),
+    ("lct.cli", "lct.bench", "lct.demo", "lct.integrations", "lct.__main__"),
 )
 BACKENDS = ("lct.backends.reference", "lct.backends.cpu", "lct.backends.cuda")
 # Pure Python and NumPy: the format can be read without torch.

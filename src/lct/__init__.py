@@ -1,15 +1,32 @@
 """LCT: BF16 weights, activations and optimizer states, losslessly compressed during training."""
 
+from . import optim
+from .checkpoint import load_file, save_file
 from .errors import ArenaExhaustedError, CorruptFileError, CorruptPayloadError, LctError
+from .nn import (
+    CompressedWeight,
+    compress_,
+    compress_activations,
+    compression_report,
+    decompress_,
+)
 from .tensor import CompressedTensor, decode, encode
 
 __version__ = "0.1.0"
 __all__ = [
     "ArenaExhaustedError",
     "CompressedTensor",
+    "CompressedWeight",
     "CorruptFileError",
     "CorruptPayloadError",
     "LctError",
+    "compress_",
+    "compress_activations",
+    "compression_report",
     "decode",
+    "decompress_",
     "encode",
+    "load_file",
+    "optim",
+    "save_file",
 ]

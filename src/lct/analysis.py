@@ -9,13 +9,14 @@ stores as they are, so headers, markers, unused room and spilled chunks included
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from . import ops
+from .checkpoint.dense import is_upcast
 from .codebook import (
     BANK_ROWS,
     CENTER,
@@ -26,16 +27,27 @@ from .codebook import (
     candidates,
     length_limited_code,
 )
-from .distributions import FAMILIES, NUM_EXPONENTS, exponent_probabilities, relative_probabilities
-from .dtypes import get_dtype
-from .layout import MARKER_MASK, REF_MASK, STATE_SHIFT, STATE_SPILLED, STATE_WIDE, WORD_BYTES
+from .distributions import (
+    FAMILIES,
+    NUM_EXPONENTS,
+    exponent_probabilities,
+    get_family,
+    relative_probabilities,
+)
+from .dtypes import UPCAST, get_dtype
+from .layout import (
+    MARKER_MASK,
+    STATE_SHIFT,
+    STATE_SPILLED,
+    STATE_WIDE,
+    WORD_BYTES,
+    PayloadLayout,
+)
 from .presets import LANES, PRESETS, QUAD, STEP_VALUES, Preset
 from .tensor import Capacity, CompressedTensor, encode
 
 SPAN_VALUES = 256
 WORD_BITS = 8 * WORD_BYTES
-# Per span a shift byte, per pooled group a meta word (docs/format.md, section 8).
-HEADER_BITS = 8 / SPAN_VALUES + WORD_BITS / PRESETS["pooled"].group_values
 # A lane ends somewhere in its last word and has been handed one word ahead: 1.5 words on average.
 SLACK_BITS = 1.5 * WORD_BITS / SPAN_VALUES
 BASE_SCALE = 0.02
@@ -45,7 +57,7 @@ _EXPONENT_FIELDS = {torch.bfloat16: (7, 0xFF), torch.float32: (23, 0xFF), torch.
 
 
 def exponents_of(dense: torch.Tensor) -> np.ndarray:
-    """Exponent bytes of a BF16, FP32 or FP16 tensor, uint8 (num_values,). TypeError for other dtypes."""
+    """Exponent bytes of a BF16, FP32 or FP16 tensor, uint8 (num_values,); else TypeError."""
     if dense.dtype not in _EXPONENT_FIELDS:
         get_dtype(str(dense.dtype).removeprefix("torch."))
     position, mask = _EXPONENT_FIELDS[dense.dtype]
@@ -71,7 +83,7 @@ def ideal_bits(weights: np.ndarray) -> float:
 
 
 def huffman_bits(weights: np.ndarray) -> float:
-    """Mean length of the best code of at most 8 bits whose rare symbols share an escape and a literal.
+    """Mean length of the best code of at most 8 bits whose rare symbols share an escape.
 
     Tries the number of symbols with a code of their own; stops when eight more did not help, since
     past the best number every further symbol only takes from the escape's share.
@@ -92,7 +104,7 @@ def huffman_bits(weights: np.ndarray) -> float:
 
 
 def span_symbols(exponents: np.ndarray) -> np.ndarray:
-    """Histogram (257,) of symbols relative to the shift of each 256 values, as POOLED codes them."""
+    """Histogram (257,) of symbols relative to the shift of each 256 values (POOLED)."""
     padded = np.zeros(-(-len(exponents) // SPAN_VALUES) * SPAN_VALUES, np.int64)
     padded[: len(exponents)] = exponents
     spans = padded.reshape(-1, SPAN_VALUES)
@@ -103,7 +115,7 @@ def span_symbols(exponents: np.ndarray) -> np.ndarray:
 
 
 def best_book(symbols: np.ndarray, books: tuple[int, ...] | None = None) -> tuple[str, float]:
-    """(name, bits per exponent) of the book with the least cost for a histogram or probabilities (257,)."""
+    """(name, bits per exponent) of the cheapest book for a histogram or probabilities (257,)."""
     ids = candidates(None) if books is None else books
     costs = [float(symbols @ bank()[book].cost_bits) for book in ids]
     best = int(np.argmin(costs))
@@ -125,7 +137,9 @@ def spilled_values(compressed: CompressedTensor) -> int:
         left = (steps - (state & MARKER_MASK)) * STEP_VALUES
     else:
         left = (steps[:, None] - lanes).sum(1) * QUAD
-    count = left[state & STATE_SPILLED != 0].sum() + (steps[state == STATE_WIDE] * STEP_VALUES).sum()
+    count = (
+        left[state & STATE_SPILLED != 0].sum() + (steps[state == STATE_WIDE] * STEP_VALUES).sum()
+    )
     return min(int(count), layout.num_values)
 
 
@@ -189,12 +203,20 @@ def sample(distribution: str, scale: float, num_values: int, seed: int) -> torch
 
 
 def analyze_distribution(
-    distribution: str, phase: float, num_values: int, seed: int, presets: tuple[str, ...]
+    distribution: str,
+    phase: float,
+    num_values: int,
+    seed: int,
+    layouts: Sequence[tuple[str, Capacity]],
 ) -> DistributionReport:
-    """One family at ``BASE_SCALE * 2^phase``. ValueError for an unknown family or preset."""
+    """One family at ``BASE_SCALE * 2^phase``; ``layouts``: (preset, capacity) of each allocation.
+
+    ValueError for an unknown family, preset or capacity.
+    """
+    family = get_family(distribution)
     scale = BASE_SCALE * 2.0**phase
-    probabilities = exponent_probabilities(FAMILIES[distribution], scale)
-    relative = relative_probabilities(FAMILIES[distribution], 0.0, (np.log2(scale) + 5.0,))
+    probabilities = exponent_probabilities(family, scale)
+    relative = relative_probabilities(family, 0.0, (np.log2(scale) + 5.0,))
     book, book_bits = best_book(relative, candidates(distribution))
     dense = sample(distribution, scale, num_values, seed)
     return DistributionReport(
@@ -206,13 +228,13 @@ def analyze_distribution(
         huffman_bits(probabilities),
         book,
         book_bits,
-        tuple(allocate(dense, preset, distribution) for preset in presets),
+        tuple(allocate(dense, preset, distribution, capacity) for preset, capacity in layouts),
     )
 
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """A book whose shift misses the scale by ``octaves``: closed-form cost, simulated CLEAN streams."""
+    """A shift that misses the scale by ``octaves``: cost in closed form, overflow of CLEAN."""
 
     distribution: str
     octaves: int
@@ -231,7 +253,7 @@ def analyze_mismatch(distribution: str, num_values: int, seed: int) -> list[Mism
     name, _ = best_book(relative, candidates(distribution))
     costs = next(book for book in bank() if book.name == name).cost_bits
     sampled = exponents_of(sample(distribution, BASE_SCALE, num_values, seed)).astype(np.int64)
-    mean = int(round(sampled[sampled > 0].mean()))
+    mean = round(float(sampled[sampled > 0].mean()))
     reports = []
     for octaves in OCTAVES:
         moved = np.append(np.roll(relative[:ZERO], octaves), relative[ZERO])
@@ -261,7 +283,7 @@ def stream_overflow(lengths: np.ndarray, preset: Preset) -> float:
 
 
 def analyze_families() -> dict[str, dict[str, float]]:
-    """Bits per exponent for data of one family (outer key) coded with the books of another (inner)."""
+    """Bits per exponent: data of one family (outer key) in the books of another (inner)."""
     table = {}
     for data in FAMILIES:
         symbols = relative_probabilities(FAMILIES[data], 0.0, (0.0, 0.25, 0.5, 0.75))
@@ -271,7 +293,7 @@ def analyze_families() -> dict[str, dict[str, float]]:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """A given tensor: ``entropy``, ``ideal`` and ``huffman`` of its whole histogram, book per span."""
+    """A given tensor: bounds and Huffman code of its histogram; book with a shift per span."""
 
     num_values: int
     zero_share: float
@@ -288,10 +310,11 @@ def analyze_tensor(dense: torch.Tensor) -> TensorReport:
     exponents = exponents_of(dense)
     counts = np.bincount(exponents, minlength=NUM_EXPONENTS)
     book, book_bits = best_book(span_symbols(exponents))
-    dtype = get_dtype(str(dense.dtype).removeprefix("torch."))
+    dtype = UPCAST if is_upcast(dense) else get_dtype(str(dense.dtype).removeprefix("torch."))
     # Groups whose exponents are all equal hold no stream; a tensor of them costs headers alone.
     coded_bits = 0.0 if np.count_nonzero(counts) < 2 else book_bits + SLACK_BITS
-    stored_bits = 8 + dtype.low_bits + coded_bits + HEADER_BITS
+    planes_bytes = PayloadLayout(PRESETS["pooled"], dtype, len(exponents), 0).size_bytes
+    stored_bytes = planes_bytes + coded_bits * len(exponents) / 8
     return TensorReport(
         num_values=len(exponents),
         zero_share=float(counts[0]) / max(len(exponents), 1),
@@ -300,5 +323,5 @@ def analyze_tensor(dense: torch.Tensor) -> TensorReport:
         huffman_bits=huffman_bits(counts),
         book=book,
         book_bits=book_bits,
-        predicted_ratio=max(8 * dtype.itemsize / stored_bits, 1.0) if len(exponents) else 1.0,
+        predicted_ratio=max(len(exponents) * dtype.itemsize / stored_bytes, 1.0),
     )

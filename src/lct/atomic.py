@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+# The system raises these for a write, without saying to which file.
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_target(path: str | os.PathLike[str], *, overwrite: bool = True) -> Path:
@@ -22,7 +26,9 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = True) -> Pat
         if not stat.S_ISREG(target.stat().st_mode):
             raise OSError(f"output must be a regular file, got {str(path)!r}")
         if not overwrite:
-            raise FileExistsError(f"output exists already and must not be overwritten: {str(path)!r}")
+            raise FileExistsError(
+                f"output exists already and must not be overwritten: {str(path)!r}"
+            )
         if not os.access(target, os.W_OK):
             raise PermissionError(f"no permission to write {str(path)!r}")
     directory = target.parent
@@ -37,8 +43,8 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = True) -> Pat
 def atomic_write(path: str | os.PathLike[str], *, overwrite: bool = True) -> Iterator[BinaryIO]:
     """A binary file that takes the place of ``path`` when the block ends, or leaves it as it was.
 
-    Written beside ``path`` under a hidden name, flushed to the disk, then renamed: a reader, a crash
-    or a kill finds the old file or the new one. On an exception the hidden file is removed.
+    Written beside ``path`` under a hidden name, flushed to the disk, then renamed: a reader or a
+    crash finds the old file or the new one. On an exception the hidden file is removed.
     """
     target = check_target(path, overwrite=overwrite)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
@@ -53,15 +59,17 @@ def atomic_write(path: str | os.PathLike[str], *, overwrite: bool = True) -> Ite
         if mode is not None:
             os.chmod(temporary, mode)
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and error.errno in _WRITE_ERRORS and error.filename is None:
+            error.filename = str(path)
         raise
     _sync_directory(target.parent)
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make a rename durable. Some file systems refuse to sync a directory; the file is whole anyway."""
+    """Make a rename durable where the file system can sync a directory."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # rows of a table: compared and hashed by identity
 class DType:
     """One row of the dtype table. ``name`` is torch's; ``low_bits`` raw bits a value beside the word."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -71,10 +71,7 @@ class PayloadLayout:
         cls, preset: Preset, dtype: DType, num_values: int, capacity_words: int | None = None
     ) -> PayloadLayout:
         """The layout for ``num_values`` values: ``preset``, or RAW where that would not be smaller."""
-        capacity = preset.capacity_words if capacity_words is None else capacity_words
-        layout = cls(preset, dtype, num_values, capacity)
-        raw = cls(RAW, dtype, num_values, 0)
-        return layout if layout.size_bytes < raw.size_bytes else raw
+        return _choose(preset, dtype, num_values, capacity_words)
 
     @property
     def is_raw(self) -> bool:
@@ -191,6 +188,17 @@ class PayloadLayout:
             self.capacity_words,
             self.num_values,
         )
+
+
+@lru_cache(maxsize=4096)
+def _choose(preset: Preset, dtype: DType, num_values: int, capacity_words: int | None) -> PayloadLayout:
+    # Cached: training asks for the same few layouts at every step, and one costs tens of microseconds.
+    capacity = preset.capacity_words if capacity_words is None else capacity_words
+    if dtype is UPCAST and preset.pooled:
+        capacity = max(capacity, 4)  # a wide group keeps two references in its slot
+    layout = PayloadLayout(preset, dtype, num_values, capacity)
+    raw = PayloadLayout(RAW, dtype, num_values, 0)
+    return layout if layout.size_bytes < raw.size_bytes else raw
 
 
 def parse_header(data: bytes) -> tuple[PayloadLayout, int, int]:

@@ -64,9 +64,11 @@ def encode(
         return Stored(*_cuda().encode(dense, layout, candidates, into))
     values = patterns(dense)
     book, shift = (0, 0) if layout.is_raw else cpu.select(values, layout, candidates)
-    payload = into.payload if into is not None else torch.empty(layout.size_bytes, dtype=torch.uint8)
+    payload = into.payload if into is not None else torch.empty(layout.size_bytes, dtype=torch.uint8, device="cpu")
     _, spill = cpu.encode(values, layout, book, shift, payload.numpy())
-    return Stored(payload, torch.from_numpy(spill))
+    spilled = torch.from_numpy(spill)
+    # Torch's own memory, so that what spilled is seen where torch's allocations are counted.
+    return Stored(payload, spilled.clone() if spill.size else spilled)
 
 
 def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Tensor:
@@ -75,6 +77,21 @@ def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Te
         return _cuda().decode(stored.payload, layout, out)
     cpu.decode(stored.payload.numpy(), stored.spill.numpy(), patterns(out))
     return out
+
+
+def can_step_fused(param: Stored, param_layout: PayloadLayout, state: Stored, state_layout: PayloadLayout) -> bool:
+    """Whether ``fused_sgd`` takes this pair: pooled BF16 payloads on CUDA."""
+    return all(
+        stored.payload.is_cuda and layout.preset.pooled and layout.dtype.name == "bfloat16"
+        for stored, layout in ((param, param_layout), (state, state_layout))
+    )
+
+
+def fused_sgd(
+    param: Stored, param_layout: PayloadLayout, state: Stored, state_layout: PayloadLayout, grad: torch.Tensor, **update: Any
+) -> None:
+    """One fused step of SGD with momentum in place; arguments as ``backends.cuda.steps.sgd``."""
+    _cuda().sgd(param, param_layout, state, state_layout, grad, **update)
 
 
 def group_needs(dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]) -> np.ndarray:

@@ -12,7 +12,7 @@ from . import ops
 from .codebook import candidates as book_candidates
 from .dtypes import DTYPES, UPCAST, DType, get_dtype
 from .errors import CorruptPayloadError
-from .layout import HEADER_BYTES, PayloadLayout, best_capacity, parse_header
+from .layout import FIRST_WORDS, HEADER_BYTES, PayloadLayout, best_capacity, parse_header
 from .presets import get_preset
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
@@ -100,6 +100,11 @@ class CompressedTensor:
         """How many groups are coded, constant, spilled, raw. Synchronises on CUDA."""
         return ops.count_groups(self._stored, self.layout)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that hold the bytes: the payload and, on the CPU, what spilled."""
+        spill = self._stored.spill
+        return [self.payload, spill] if isinstance(spill, torch.Tensor) else [self.payload]
+
     def decode(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """The dense tensor, contiguous; into ``out`` (same shape, dtype and device, contiguous) if given."""
         if out is None:
@@ -129,6 +134,18 @@ class CompressedTensor:
             if counts.spilled > counts.groups * _REPACK_SHARE:
                 self._store_exactly(dense)
         return self
+
+    def can_step_fused(self, state: CompressedTensor) -> bool:
+        """Whether ``sgd_`` takes this parameter with ``state`` as its momentum."""
+        return ops.can_step_fused(self._stored, self.layout, state._stored, state.layout)
+
+    def sgd_(self, state: CompressedTensor, grad: torch.Tensor, **update: Any) -> None:
+        """One fused step of SGD with momentum on this parameter and ``state``, in place, in one pass.
+
+        ``update``: lr, momentum, dampening, weight_decay (floats), nesterov, maximize (bools),
+        rounding ("single", "foreach" or "fused"), grad_scale, found_inf (float32 tensors or None).
+        """
+        ops.fused_sgd(self._stored, self.layout, state._stored, state.layout, grad, **update)
 
     def repack(self) -> CompressedTensor:
         """Store the present values anew with the capacity that they need. Synchronises on CUDA."""
@@ -214,6 +231,10 @@ def _check_encodable(tensor: object) -> torch.Tensor:
 
 def _exact_layout(dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]) -> PayloadLayout:
     needs = ops.group_needs(dense, layout, candidates)
+    if layout.tail_steps:
+        # The last group has room in proportion to its steps (PayloadLayout.tail_capacity_words).
+        tail = np.maximum(needs[layout.full_groups :] - FIRST_WORDS, 0)
+        needs[layout.full_groups :] += -(-tail * layout.preset.steps // layout.tail_steps) - tail
     return PayloadLayout.choose(layout.preset, layout.dtype, layout.num_values, best_capacity(needs, HEADROOM_WORDS))
 
 

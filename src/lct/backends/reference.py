@@ -29,7 +29,7 @@ from ..presets import LANES, QUAD, STEP_VALUES
 WORD_BITS = 32
 SPAN_STEPS = 2  # a shift serves 256 values: two steps
 SPAN_VALUES = SPAN_STEPS * STEP_VALUES
-SAMPLED_SPANS = 64
+SAMPLED_SPANS = 32
 SAMPLED_VALUES = 4096
 
 
@@ -54,7 +54,7 @@ def split(values: np.ndarray, dtype: DType) -> tuple[np.ndarray, np.ndarray]:
 
 
 def merge(words: np.ndarray, low: np.ndarray, dtype: DType) -> np.ndarray:
-    """The bit patterns that ``split`` took apart; for UPCAST ``low`` holds uint16 halves or is empty."""
+    """The bit patterns that ``split`` took apart; UPCAST: ``low`` holds uint16 halves or none."""
     n = len(words)
     if dtype.itemsize == 4:
         high = words.astype(np.uint32) << 16
@@ -65,7 +65,8 @@ def merge(words: np.ndarray, low: np.ndarray, dtype: DType) -> np.ndarray:
     units[:, :3] = low.reshape(-1, 3)
     bits = units.view(np.uint32) >> (3 * np.arange(8, dtype=np.uint32)) & 7
     e, f = words >> 7 & 0x1F, words & 0x7F
-    return ((words & 0x8000) | e << 10 | f << 3 | bits.reshape(-1)[:n].astype(np.uint16)).astype(np.uint16)
+    low_bits = bits.reshape(-1)[:n].astype(np.uint16)
+    return ((words & 0x8000) | e << 10 | f << 3 | low_bits).astype(np.uint16)
 
 
 def exponents_of(words: np.ndarray) -> np.ndarray:
@@ -91,12 +92,12 @@ def symbols_of(exponents: np.ndarray, shift: int) -> np.ndarray:
 
 
 def sample_jitter(k: int) -> int:
-    """Hash that moves sample ``k`` inside its stretch: a regular stride aliases with power-of-two shapes."""
+    """Hash that moves sample ``k`` in its stretch: a regular stride aliases with shapes of 2^n."""
     return ((k + 1) * 2654435761 % 2**32) >> 8
 
 
 def sample_starts(total: int, samples: int) -> list[int]:
-    """Positions of ``samples`` jittered samples of ``total`` items; all of them where there are fewer."""
+    """Positions of ``samples`` jittered samples of ``total`` items; all where there are fewer."""
     if total <= samples:
         return list(range(total))
     starts = []
@@ -106,10 +107,13 @@ def sample_starts(total: int, samples: int) -> list[int]:
     return starts
 
 
-def select(words: np.ndarray, layout: PayloadLayout, candidates: tuple[int, ...]) -> tuple[int, int]:
-    """(book, shift) of least coded length over the sample; ties: the earlier candidate, the lower shift.
+def select(
+    words: np.ndarray, layout: PayloadLayout, candidates: tuple[int, ...]
+) -> tuple[int, int]:
+    """(book, shift) of least coded length over a sample; ties: the earlier candidate, lower shift.
 
-    Pooled: 64 spans of 256 values, each with its own shift; the tensor's shift is 0. Fixed: 4096 values.
+    Pooled: 32 spans of 256 values, each with its own shift; the tensor's shift is 0. Fixed: 4096
+    values. Values past the end are not counted.
     """
     exponents = exponents_of(words)
     books = bank()
@@ -138,7 +142,7 @@ def _bits(value: int, length: int) -> str:
 
 
 class _Pooled:
-    """Streams of one pooled group: 32 lanes hand out the words of one budget in the decoder's order."""
+    """Streams of one pooled group: 32 lanes hand out one budget's words in the decoder's order."""
 
     def __init__(self, capacity_words: int):
         self.capacity = capacity_words
@@ -173,7 +177,7 @@ def _encode_pooled(
         shift = mean_exponent(part)
         symbols = symbols_of(exponents[step], shift)
         lengths = book.lengths[symbols]
-        escapes = [exponents[step, lane, j] for j in range(QUAD) for lane in range(LANES) if lengths[lane, j] == 0]
+        escapes = exponents[step].T[lengths.T == 0]  # by j, then lane
         requests = state.requests(step)
         words = state.handed + len(requests)
         if words * WORD_BYTES + len(state.literals) + len(escapes) > capacity_words * WORD_BYTES:
@@ -252,6 +256,8 @@ def encode(
         halves = _take(low_halves, index) if low_halves is not None else None
         if halves is not None and halves.any():
             meta[group] = STATE_WIDE << STATE_SHIFT | ref
+            if layout.capacity_words == 0:
+                raise ValueError("a wide group takes a capacity of at least 4 words, got 0")
             slot_words = payload[layout.slot_offset(group) :][: 2 * WORD_BYTES].view(np.uint32)
             slot_words[:] = ref + 1, ref + 2
             ref += 3
@@ -276,18 +282,20 @@ def encode(
         if spilled:
             meta[group] = (STATE_SPILLED | marker) << STATE_SHIFT | ref
             ref += 1
-            spill.append(np.where(left[:, :, None], group_exponents, 0).astype(np.uint8).reshape(-1))
+            chunk = np.where(left[:, :, None], group_exponents, 0)
+            spill.append(chunk.astype(np.uint8).reshape(-1))
     payload[layout.meta_offset :][: meta.nbytes] = meta.view(np.uint8)
     return payload, np.concatenate(spill) if spill else np.empty(0, np.uint8)
 
 
 def _take(plane: np.ndarray, index: np.ndarray) -> np.ndarray:
     """Values at ``index``; positions past the end are zero."""
-    return np.where(index < len(plane), plane[np.minimum(index, len(plane) - 1)], 0).astype(plane.dtype)
+    found = plane[np.minimum(index, len(plane) - 1)]
+    return np.where(index < len(plane), found, 0).astype(plane.dtype)
 
 
 def group_needs(values: np.ndarray, layout: PayloadLayout, book: int) -> np.ndarray:
-    """Words that each pooled group needs so that nothing spills, int32 (num_groups,); constant: 0."""
+    """Words that each pooled group needs to spill nothing, int32 (num_groups,); constant: 0."""
     exponents = exponents_of(split(values, layout.dtype)[0])
     needs = np.zeros(layout.num_groups, np.int32)
     for group in range(layout.num_groups):
@@ -302,9 +310,15 @@ def _decoding_table(book: Codebook) -> list[int]:
     table = [ESC] * (1 << MAX_LENGTH)
     for symbol, length in enumerate(book.lengths):
         if length:
-            first = int(book.codes[symbol]) << (MAX_LENGTH - int(length))
-            table[first : first + (1 << (MAX_LENGTH - int(length)))] = [symbol] * (1 << (MAX_LENGTH - int(length)))
+            windows = 1 << (MAX_LENGTH - int(length))
+            first = int(book.codes[symbol]) * windows
+            table[first : first + windows] = [symbol] * windows
     return table
+
+
+def _window(stream: str, position: int) -> int:
+    """The 8 bits at ``position``, the longest code or a literal; zeros past the end."""
+    return int(stream[position : position + MAX_LENGTH].ljust(MAX_LENGTH, "0"), 2)
 
 
 def _exponent(symbol: int, shift: int) -> int:
@@ -320,18 +334,22 @@ def _decode_pooled(
     words = [int(w) for w in slot]
     literals = slot.view(np.uint8)
     state = _Pooled(capacity)
-    windows = [_bits(words[lane], WORD_BITS) + _bits(words[LANES + lane], WORD_BITS) for lane in range(LANES)] if coded else []
+    if not words:
+        return out
+    clamped = [_bits(words[min(i, capacity - 1)], WORD_BITS) for i in range(FIRST_WORDS)]
+    windows = [clamped[lane] + clamped[LANES + lane] for lane in range(LANES)]
     taken = 0
     for step in range(coded):
         requests = state.requests(step)
         for i, lane in enumerate(requests):
-            windows[lane] = windows[lane][WORD_BITS:] + _bits(words[min(state.handed + i, capacity - 1)], WORD_BITS)
+            word = words[min(state.handed + i, capacity - 1)]
+            windows[lane] = windows[lane][WORD_BITS:] + _bits(word, WORD_BITS)
         state.hand_out(requests)
         symbols = np.zeros((LANES, QUAD), np.int64)
         for lane in range(LANES):
             for j in range(QUAD):
                 position = state.position[lane]
-                symbols[lane, j] = symbol = table[int(windows[lane][position : position + MAX_LENGTH].ljust(MAX_LENGTH, "0"), 2)]
+                symbols[lane, j] = symbol = table[_window(windows[lane], position)]
                 state.position[lane] += int(book.lengths[symbol])
         for j in range(QUAD):
             for lane in range(LANES):
@@ -339,7 +357,8 @@ def _decode_pooled(
                     out[step, lane, j] = literals[max(capacity * WORD_BYTES - 1 - taken, 0)]
                     taken += 1
                 else:
-                    out[step, lane, j] = _exponent(int(symbols[lane, j]), int(shifts[step // SPAN_STEPS]))
+                    shift = int(shifts[step // SPAN_STEPS])
+                    out[step, lane, j] = _exponent(int(symbols[lane, j]), shift)
     return out
 
 
@@ -353,10 +372,10 @@ def _decode_fixed(
         position = 0
         for step in range(int(markers[lane])):
             for j in range(QUAD):
-                symbol = table[int(stream[position : position + MAX_LENGTH].ljust(MAX_LENGTH, "0"), 2)]
+                symbol = table[_window(stream, position)]
                 position += int(book.lengths[symbol])
                 if symbol == ESC:
-                    out[step, lane, j] = int(stream[position : position + LITERAL_BITS].ljust(LITERAL_BITS, "0"), 2)
+                    out[step, lane, j] = _window(stream, position)
                     position += LITERAL_BITS
                 else:
                     out[step, lane, j] = _exponent(symbol, shift)
@@ -388,7 +407,8 @@ def decode(payload: np.ndarray, spill: np.ndarray) -> np.ndarray:
             exponents[index] = chunk[: steps * STEP_VALUES].reshape(index.shape)
             halves[index] = chunk[steps * STEP_VALUES :].view(np.uint16).reshape(index.shape)
             continue
-        slot = payload[layout.slot_offset(group) :][: layout.slot_words(group) * WORD_BYTES].view(np.uint32)
+        slot_bytes = layout.slot_words(group) * WORD_BYTES
+        slot = payload[layout.slot_offset(group) :][:slot_bytes].view(np.uint32)
         lane_bytes = payload[layout.lane_offset + LANES * group :][:LANES]
         if layout.preset.pooled:
             coded = state & MARKER_MASK if state & STATE_SPILLED else steps
@@ -399,7 +419,8 @@ def decode(payload: np.ndarray, spill: np.ndarray) -> np.ndarray:
             group_exponents += chunk.reshape(index.shape)
         exponents[index] = group_exponents
     sign_fractions = payload[layout.sign_fraction_offset :][:n].astype(np.uint16)
-    words = (sign_fractions & 0x80) << 8 | exponents[:n].astype(np.uint16) << 7 | sign_fractions & 0x7F
+    words = (sign_fractions & 0x80) << 8 | sign_fractions & 0x7F
+    words |= exponents[:n].astype(np.uint16) << 7
     low = payload[layout.low_offset :][: layout.dtype.low_plane_bytes(n)]
     if layout.dtype is UPCAST and halves.any():
         low = halves[:n].view(np.uint8)

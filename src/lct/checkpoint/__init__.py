@@ -1,4 +1,4 @@
-"""Files of compressed tensors (docs/file-format.md): ``save_file``, ``load_file``, and safetensors both ways."""
+"""Files of compressed tensors (docs/file-format.md), and safetensors files both ways."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def save_file(
             tensor = tensors[entry.name]
             if isinstance(tensor, CompressedTensor):
                 if not add_compressed(writer, entry.name, tensor):
-                    writer.add_plain([bytes_of(tensor.decode())])
+                    writer.add_plain([bytes_of(tensor.decode()).data])
             elif is_coded(entry.dtype):
-                add_dense(writer, entry.name, tensor.detach())
+                add_dense(writer, entry.name, tensor)
             else:
-                writer.add_plain([bytes_of(tensor)])
+                writer.add_plain([bytes_of(tensor).data])
         writer.finish()
 
 
@@ -63,7 +63,9 @@ def _check_saveable(name: object, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"save_file takes tensors, got {type(tensor).__name__} for {name!r}")
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise TypeError(f"save_file takes dense tensors, got {tensor.layout}, {tensor.dtype} for {name!r}")
+        raise TypeError(
+            f"save_file takes dense tensors, got {tensor.layout}, {tensor.dtype} for {name!r}"
+        )
     file_dtype(tensor.dtype)
 
 

@@ -33,7 +33,7 @@ Encoding = Literal["lct", "plain"]
 
 @dataclass(frozen=True)
 class Record:
-    """How one tensor lies in the file. ``dense_digest``: of the dense bytes, where ``lct`` coded them."""
+    """How one tensor lies in the file. ``dense_digest``: of the dense bytes of a coded tensor."""
 
     encoding: Encoding
     offset: int
@@ -47,7 +47,7 @@ def new_digest() -> Any:
     return hashlib.blake2b(digest_size=RECORD_DIGEST_BYTES)
 
 
-def digest_of(*parts: bytes | np.ndarray) -> str:
+def digest_of(*parts: bytes | memoryview) -> str:
     """Hexadecimal digest of ``parts``, one after the other."""
     digest = new_digest()
     for part in parts:
@@ -69,11 +69,11 @@ class ContainerWriter:
         """A tensor as the canonical bytes of the payload format."""
         self._add("lct", [payload], dense_blake2b=dense_digest)
 
-    def add_plain(self, parts: Iterable[bytes | np.ndarray]) -> None:
+    def add_plain(self, parts: Iterable[bytes | memoryview]) -> None:
         """A tensor as its dense bytes."""
         self._add("plain", parts)
 
-    def _add(self, encoding: Encoding, parts: Iterable[bytes | np.ndarray], **more: str) -> None:
+    def _add(self, encoding: Encoding, parts: Iterable[bytes | memoryview], **more: str) -> None:
         digest, size = new_digest(), 0
         for part in parts:
             digest.update(part)
@@ -133,7 +133,8 @@ class ContainerReader:
         """The bytes of a record, uint8, checked against its digest."""
         data = np.empty(record.size_bytes, np.uint8)
         self._file.seek(record.offset)
-        if self._file.readinto(data) != record.size_bytes or digest_of(data) != record.digest:
+        read_bytes = self._file.readinto(data.data)
+        if read_bytes != record.size_bytes or digest_of(data.data) != record.digest:
             raise self.damaged(entry)
         return data
 
@@ -153,7 +154,9 @@ class ContainerReader:
 
     def damaged(self, entry: TensorEntry) -> CorruptFileError:
         """The error for a tensor whose bytes do not match a digest."""
-        return self.error(f"tensor {entry.name!r} is damaged: its bytes do not match their checksum")
+        return self.error(
+            f"tensor {entry.name!r} is damaged: its bytes do not match their checksum"
+        )
 
     def _read_index(self) -> tuple[Header, tuple[Record, ...]]:
         prefix = self._file.read(PREFIX.size)
@@ -178,7 +181,7 @@ class ContainerReader:
         index = self._file.read(size)
         if _index_digest(prefix, index, footer[: FOOTER_PLACES.size]) != digest:
             raise self.error("is damaged: its index does not match its checksum")
-        # What is wrong from here on was written so: a digest keeps accidents out, not a hostile writer.
+        # What is wrong from here on was written so: a digest does not keep a hostile writer out.
         try:
             return _parse_index(index, offset)
         except CorruptFileError as problem:
@@ -218,7 +221,11 @@ def _parse_record(entry: TensorEntry, value: Any, offset: int) -> Record:
     coded = isinstance(value, dict) and value.get("encoding") == "lct"
     if coded:
         keys.add("dense_blake2b")
-    if not isinstance(value, dict) or set(value) != keys or value["encoding"] not in ("lct", "plain"):
+    if (
+        not isinstance(value, dict)
+        or set(value) != keys
+        or value["encoding"] not in ("lct", "plain")
+    ):
         raise CorruptFileError(f"record of tensor {entry.name!r} has unknown fields or encoding")
     size = value["size_bytes"]
     if type(size) is not int or size < 0:

@@ -24,7 +24,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Summary:
-    """What a conversion did. ``num_coded``: tensors that LCT coded; the others are stored as they are."""
+    """What a conversion did. ``num_coded``: tensors that are not stored as they are."""
 
     num_tensors: int
     num_coded: int
@@ -47,7 +47,7 @@ def compress_file(
     overwrite: bool = True,
     progress: Progress | None = None,
 ) -> Summary:
-    """Write the safetensors file ``source`` as the ``.lct`` file ``target``, which appears whole or not.
+    """Write the safetensors file ``source`` as the ``.lct`` file ``target``, whole or not at all.
 
     Every coded tensor is decoded again and compared before it is written. CorruptFileError where
     ``source`` is no sound safetensors file, OSError where a file cannot be read or written.
@@ -87,7 +87,7 @@ def _add_tensor(
     if is_coded(entry.dtype):
         tensor = empty_tensor(entry)
         data = bytes_of(tensor)
-        if file.readinto(data) != data.size:  # type: ignore[attr-defined]
+        if file.readinto(data.data) != data.size:  # type: ignore[attr-defined]
             raise _became_shorter(source)
         return add_dense(writer, entry.name, tensor, preset=preset, distribution=distribution)
     writer.add_plain(_pieces(file, entry.size_bytes, source))
@@ -116,19 +116,36 @@ def add_dense(
     distribution: str | None = None,
 ) -> bool:
     """Add a tensor of a coded dtype; plain where coding does not make it smaller. True if coded."""
+    tensor = tensor.detach().resolve_neg().contiguous()
     if tensor.numel():
-        upcast = is_upcast(tensor) and preset in (None, "pooled")
-        compressed = encode(
-            tensor, preset=preset, distribution=distribution, capacity="exact", upcast=upcast
-        )
+        compressed = encode_for_file(tensor, preset=preset, distribution=distribution)
         if add_compressed(writer, name, compressed, tensor):
             return True
-    writer.add_plain([bytes_of(tensor)])
+    writer.add_plain([bytes_of(tensor).data])
     return False
 
 
+def encode_for_file(
+    tensor: torch.Tensor, *, preset: str | None = None, distribution: str | None = None
+) -> CompressedTensor:
+    """``tensor`` with the capacity that it needs; no lower halves where FP32 holds BF16 values."""
+    upcast = is_upcast(tensor) and preset in (None, "pooled")
+    return encode(tensor, preset=preset, distribution=distribution, capacity="exact", upcast=upcast)
+
+
+def stored_size(tensor: torch.Tensor) -> int:
+    """Bytes of the record that ``compress_file`` would write for a tensor of a coded dtype."""
+    if not tensor.numel():
+        return 0
+    compressed = encode_for_file(tensor)
+    return min(len(compressed.canonical_bytes()), compressed.dense_nbytes)
+
+
 def add_compressed(
-    writer: ContainerWriter, name: str, compressed: CompressedTensor, dense: torch.Tensor | None = None
+    writer: ContainerWriter,
+    name: str,
+    compressed: CompressedTensor,
+    dense: torch.Tensor | None = None,
 ) -> bool:
     """Add a compressed tensor if that is smaller than its dense bytes; True if so.
 
@@ -140,7 +157,7 @@ def add_compressed(
     decoded = bytes_of(compressed.decode())
     if dense is not None and not np.array_equal(decoded, bytes_of(dense)):
         raise LctError(f"tensor {name!r} does not decode to its own bits; nothing was written")
-    writer.add_coded(payload, digest_of(decoded))
+    writer.add_coded(payload, digest_of(decoded.data))
     return True
 
 
@@ -151,7 +168,7 @@ def decompress_file(
     overwrite: bool = True,
     progress: Progress | None = None,
 ) -> Summary:
-    """Write the ``.lct`` file ``source`` as the safetensors file ``target``, which appears whole or not.
+    """Write the ``.lct`` file ``source`` as the safetensors file ``target``, whole or not at all.
 
     The result is the compressed file byte for byte. CorruptFileError where ``source`` is damaged.
     """
@@ -163,7 +180,7 @@ def decompress_file(
             if progress:
                 progress(entry.name, done, total)
             if record.encoding == "lct":
-                out.write(bytes_of(read_dense(reader, entry, record)))
+                out.write(bytes_of(read_dense(reader, entry, record)).data)
                 num_coded += 1
             else:
                 for piece in reader.chunks(entry, record):
@@ -195,11 +212,13 @@ def read_compressed(
 def read_dense(reader: ContainerReader, entry: TensorEntry, record: Record) -> torch.Tensor:
     """The dense tensor of an ``lct`` record, checked against the digest of its dense bytes."""
     tensor = read_compressed(reader, entry, record).decode()
-    if digest_of(bytes_of(tensor)) != record.dense_digest:
+    if digest_of(bytes_of(tensor).data) != record.dense_digest:
         raise reader.damaged(entry)
     return tensor
 
 
 def _check_distinct(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     if Path(target).exists() and Path(source).exists() and os.path.samefile(source, target):
-        raise ValueError(f"output must be another file than the input, got {str(target)!r} for both")
+        raise ValueError(
+            f"output must be another file than the input, got {str(target)!r} for both"
+        )

@@ -15,7 +15,7 @@ def is_coded(dtype: FileDType) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a tensor in row-major order, uint8 (size_bytes,); no copy if contiguous on the CPU."""
+    """The bytes of a tensor in row-major order, uint8; shared where it is contiguous on the CPU."""
     # A lazy conjugate or negative would give the bits of its base.
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy()
@@ -25,7 +25,9 @@ def empty_tensor(entry: TensorEntry) -> torch.Tensor:
     """An uninitialised tensor for ``entry``. TypeError where torch does not have its dtype."""
     dtype = entry.dtype.torch_dtype
     if dtype is None:
-        raise TypeError(f"torch {torch.__version__} has no dtype for {entry.dtype.name} tensor {entry.name!r}")
+        raise TypeError(
+            f"torch {torch.__version__} has no dtype for {entry.dtype.name} tensor {entry.name!r}"
+        )
     return torch.empty(entry.torch_shape(), dtype=dtype)
 
 

@@ -37,7 +37,7 @@ class FileDType:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """torch's dtype, None where this torch has none."""
+        """Torch's dtype, None where this torch has none."""
         return getattr(torch, self.torch_name, None) if self.torch_name else None
 
 
@@ -130,13 +130,14 @@ def parse_header(text: bytes) -> Header:
     ):
         raise CorruptFileError(f"{METADATA_KEY} must map names to strings")
     entries = sorted(
-        (_parse_entry(name, value) for name, value in fields.items()), key=lambda e: (e.begin, e.end)
+        (_parse_entry(name, value) for name, value in fields.items()),
+        key=lambda e: (e.begin, e.end),
     )
     position = 0
     for entry in entries:
         if entry.begin != position:
             raise CorruptFileError(
-                f"tensor {entry.name!r} must begin at byte {position} of the data, got {entry.begin}"
+                f"tensor {entry.name!r} must begin at data byte {position}, got {entry.begin}"
             )
         position = entry.end
     return Header(text, tuple(entries), metadata)
@@ -166,7 +167,9 @@ def _parse_entry(name: str, value: Any) -> TensorEntry:
             f"got {end - begin}"
         )
     if row.packed > 1 and (not shape or shape[-1] % row.packed):
-        raise CorruptFileError(f"last dimension of {dtype} tensor {name!r} must be even, got {shape}")
+        raise CorruptFileError(
+            f"tensor {name!r} of dtype {dtype} must have an even last dimension, got {shape}"
+        )
     return TensorEntry(name, row, tuple(shape), begin, end)
 
 
@@ -197,7 +200,9 @@ def make_header(
         row = file_dtype(dtype)
         if row.packed > 1:
             if not shape:
-                raise ValueError(f"a {dtype} tensor must have a dimension, got shape () of {name!r}")
+                raise ValueError(
+                    f"a {dtype} tensor must have a dimension, got shape () of {name!r}"
+                )
             shape = (*shape[:-1], shape[-1] * row.packed)
         rows.append((name, row, shape))
     # Wide dtypes first: every tensor lies aligned to its values.
@@ -223,7 +228,7 @@ def file_dtype(dtype: torch.dtype) -> FileDType:
 
 
 def read_header(file: BinaryIO, size_bytes: int) -> Header:
-    """The header of an open safetensors file of ``size_bytes``; the position is then at its data."""
+    """The header of an open safetensors file of ``size_bytes``; it then stands at the data."""
     prefix = file.read(LENGTH.size)
     length = LENGTH.unpack(prefix)[0] if len(prefix) == LENGTH.size else 0
     if not 2 <= length <= min(MAX_HEADER_BYTES, size_bytes - LENGTH.size):

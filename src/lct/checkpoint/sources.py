@@ -52,12 +52,14 @@ def read_tensors(path: str | os.PathLike[str]) -> Iterator[SourceTensor]:
 
 
 def find_files(directory: str | os.PathLike[str]) -> list[Path]:
-    """Files of ``directory`` that ``read_tensors`` takes, by name. ValueError where there are none."""
+    """Files of ``directory`` that ``read_tensors`` takes, sorted. ValueError for none."""
     if not Path(directory).is_dir():
         raise ValueError(f"no such directory: {str(directory)!r}")
     files = sorted(path for path in Path(directory).iterdir() if path.suffix in SUFFIXES)
     if not files:
-        raise ValueError(f"a directory of tensors must have {', '.join(SUFFIXES)} files: {str(directory)!r}")
+        raise ValueError(
+            f"a directory of tensors must have {', '.join(SUFFIXES)} files: {str(directory)!r}"
+        )
     return files
 
 
@@ -98,17 +100,28 @@ def _read_safetensors(path: str | os.PathLike[str]) -> Iterator[SourceTensor]:
                 tensor = empty_tensor(entry)
                 file.seek(data_offset + entry.begin)
                 data = bytes_of(tensor)
-                if file.readinto(data) != data.size:  # type: ignore[attr-defined]
-                    raise CorruptFileError(f"{path}: is truncated: it became shorter while it was read")
+                if file.readinto(data.data) != data.size:
+                    raise CorruptFileError(
+                        f"{path}: is truncated: it became shorter while it was read"
+                    )
                 return tensor
 
             coded = is_coded(entry.dtype)
             yield SourceTensor(
-                entry.name, entry.dtype.name, entry.shape, entry.size_bytes, None, load if coded else None
+                entry.name,
+                entry.dtype.name,
+                entry.shape,
+                entry.size_bytes,
+                None,
+                load if coded else None,
             )
 
 
-_NPY_DTYPES = {"uint16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16), "float32": ("F32", torch.float32)}
+_NPY_DTYPES = {
+    "uint16": ("BF16", torch.bfloat16),
+    "float16": ("F16", torch.float16),
+    "float32": ("F32", torch.float32),
+}
 
 
 def _read_npy(path: Path) -> Iterator[SourceTensor]:

@@ -1,0 +1,7 @@
+"""The CUDA backend: kernels compiled by NVRTC (jit), the overflow arena, the codec and fused steps."""
+
+from . import arena
+from .codec import decode, encode, group_needs, lease, to_canonical
+from .steps import sgd
+
+__all__ = ["arena", "decode", "encode", "group_needs", "lease", "sgd", "to_canonical"]

@@ -24,17 +24,18 @@ from ...config import kernel_cache_dir
 from ...dtypes import DTYPES, DTYPES_BY_CODE, DType
 from ...errors import LctError
 from ...presets import PRESETS, Preset
+from .tuning import LAUNCH, MEASURED_ARCH
 
 KERNEL_DIR = Path(__file__).parent / "kernels"
 # Architectures that CI compiles every kernel for (Ampere, Ada, Hopper, Blackwell).
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-TABLE_WORDS = 1288
-PAIR_WINDOW = 16
+TABLE_WORDS = 1608
+PAIR_WINDOW, PAIR_STRIDE, PAIR_WORDS = 16, 37, 576
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row of the kernel table: entry point, source files, warps a block.
+    """One row of the kernel table: entry point and source files.
 
     ``pooled``: the presets it serves, pooled or fixed (None: both). ``constants``: names of the
     constants that its code depends on; the others are left out, so that variants share machine code.
@@ -42,21 +43,29 @@ class Kernel:
 
     entry: str
     files: tuple[str, ...]
-    warps: int
     pooled: bool | None
-    constants: tuple[str, ...] = ("DTYPE", "POOLED", "STEPS", "GROUPS_PER_BLOCK", "WARPS")
+    constants: tuple[str, ...] = ("DTYPE", "POOLED", "STEPS", "GROUPS_PER_BLOCK")
+
+    @property
+    def warps(self) -> int:
+        """Warps a block."""
+        return LAUNCH[self.entry].warps
 
 
+_POOLED = ("common.cuh", "arena.cuh", "pooled.cuh")
+_STEP_CONSTANTS = ("POOLED", "STEPS", "GROUPS_PER_BLOCK", "ROUNDING")
 KERNELS: dict[str, Kernel] = {
     row.entry: row
     for row in (
-        Kernel("pooled_encode", ("common.cuh", "arena.cuh", "pooled.cuh", "pooled_encode.cu"), 4, True),
-        Kernel("pooled_decode", ("common.cuh", "arena.cuh", "pooled.cuh", "pooled_decode.cu"), 4, True),
-        Kernel("pooled_needs", ("common.cuh", "pooled.cuh", "pooled_needs.cu"), 4, True),
-        Kernel("fixed_encode", ("common.cuh", "arena.cuh", "pooled.cuh", "fixed.cuh", "fixed_encode.cu"), 8, False),
-        Kernel("fixed_decode", ("common.cuh", "arena.cuh", "pooled.cuh", "fixed.cuh", "fixed_decode.cu"), 8, False),
-        Kernel("select_book", ("common.cuh", "select.cu"), 32, None, ("DTYPE", "POOLED")),
-        Kernel("release_chunks", ("common.cuh", "arena.cuh", "release.cu"), 8, None, ()),
+        Kernel("pooled_encode", (*_POOLED, "pooled_group.cuh", "pooled_encode.cu"), True),
+        Kernel("pooled_decode", (*_POOLED, "pooled_decode.cu"), True),
+        Kernel("pooled_needs", ("common.cuh", "pooled.cuh", "pooled_needs.cu"), True),
+        Kernel("fixed_encode", (*_POOLED, "fixed.cuh", "fixed_encode.cu"), False),
+        Kernel("fixed_decode", (*_POOLED, "fixed.cuh", "fixed_decode.cu"), False),
+        Kernel("sgd_step", (*_POOLED, "pooled_group.cuh", "sgd_update.cuh", "step.cuh", "sgd.cu"), True, _STEP_CONSTANTS),
+        Kernel("select_book", ("common.cuh", "select.cu"), None, ("DTYPE", "POOLED")),
+        Kernel("release_chunks", ("common.cuh", "arena.cuh", "release.cu"), None, ("POOLED",)),
+        Kernel("grow_arena", ("common.cuh", "arena.cuh", "grow.cu"), None, ()),
     )
 }
 
@@ -97,32 +106,39 @@ class Args(ctypes.Structure):
     ]
 
 
-def source(kernel: Kernel, preset: Preset, dtype: DType) -> str:
-    """The translation unit of ``kernel`` for one preset and dtype: constants, headers, kernel."""
+def source(kernel: Kernel, preset: Preset, dtype: DType, rounding: int, arch: str) -> str:
+    """The translation unit of ``kernel``: constants, headers, kernel.
+
+    ``rounding``: of optimizer steps, 0 after every operation, 1 as torch's fused steps.
+    """
     values = {
         "DTYPE": dtype.code,
         "POOLED": int(preset.pooled),
         "STEPS": preset.steps,
         "GROUPS_PER_BLOCK": preset.groups_per_block,
-        "WARPS": kernel.warps,
+        "ROUNDING": rounding,
     }
-    defaults = {"DTYPE": 1, "POOLED": 1, "STEPS": 64, "GROUPS_PER_BLOCK": 1, "WARPS": kernel.warps}
+    defaults = {"DTYPE": 1, "POOLED": 1, "STEPS": 64, "GROUPS_PER_BLOCK": 1, "ROUNDING": 0}
     used = {name: (values if name in kernel.constants else defaults)[name] for name in values}
+    used["WARPS"] = kernel.warps
+    used["MIN_BLOCKS"] = LAUNCH[kernel.entry].min_blocks(arch, dtype)
     parts = [f"#define {name} {value}" for name, value in used.items()]
     for name in kernel.files:
         parts.append(f'#line 1 "{name}"\n{(KERNEL_DIR / name).read_text()}')
     return "\n".join(parts)
 
 
-def variants() -> list[tuple[Kernel, Preset, DType]]:
-    """Every kernel with the presets and dtypes that give it different code."""
-    found: dict[str, tuple[Kernel, Preset, DType]] = {}
+def variants() -> list[tuple[Kernel, Preset, DType, int]]:
+    """Every kernel with the presets, dtypes and roundings that give it different code."""
+    found: dict[str, tuple[Kernel, Preset, DType, int]] = {}
     for kernel in KERNELS.values():
         for preset in PRESETS.values():
             if kernel.pooled not in (None, preset.pooled):
                 continue
             for dtype in DTYPES_BY_CODE.values() if preset.pooled else DTYPES.values():
-                found.setdefault(source(kernel, preset, dtype), (kernel, preset, dtype))
+                for rounding in (0, 1):
+                    text = source(kernel, preset, dtype, rounding, MEASURED_ARCH)
+                    found.setdefault(text, (kernel, preset, dtype, rounding))
     return list(found.values())
 
 
@@ -135,7 +151,7 @@ class Resources:
     stack_bytes: int
 
 
-def compile_kernel(kernel: Kernel, preset: Preset, dtype: DType, arch: str) -> tuple[bytes, Resources]:
+def compile_kernel(kernel: Kernel, preset: Preset, dtype: DType, arch: str, rounding: int = 0) -> tuple[bytes, Resources]:
     """Machine code (cubin) of a kernel for ``arch`` and its resources; needs no GPU.
 
     LctError with source name, arch and the compiler's log where it does not compile.
@@ -148,7 +164,7 @@ def compile_kernel(kernel: Kernel, preset: Preset, dtype: DType, arch: str) -> t
     options = ProgramOptions(name=kernel.files[-1], arch=arch, std="c++17", ptxas_options=["-v"])
     logs = io.StringIO()
     try:
-        code = Program(source(kernel, preset, dtype), "c++", options).compile("cubin", logs=logs)
+        code = Program(source(kernel, preset, dtype, rounding, arch), "c++", options).compile("cubin", logs=logs)
     except Exception as error:
         raise LctError(f"kernel {name} does not compile for {arch}: {error}") from error
     return bytes(code.code), _resources(logs.getvalue(), kernel.entry)
@@ -165,16 +181,16 @@ def _resources(log: str, entry: str) -> Resources:
     )
 
 
-def _cached_code(kernel: Kernel, preset: Preset, dtype: DType, arch: str) -> bytes:
+def _cached_code(kernel: Kernel, preset: Preset, dtype: DType, arch: str, rounding: int) -> bytes:
     """``compile_kernel`` through the cache on disk, keyed by all that the code depends on."""
     import importlib.metadata
 
     versions = f"{importlib.metadata.version('cuda-core')} {importlib.metadata.version('cuda-bindings')}"
-    key = hashlib.sha256(f"{versions}\n{arch}\n{source(kernel, preset, dtype)}".encode()).hexdigest()
+    key = hashlib.sha256(f"{versions}\n{arch}\n{source(kernel, preset, dtype, rounding, arch)}".encode()).hexdigest()
     path = kernel_cache_dir() / f"{kernel.entry}-{key[:32]}.cubin"
     if path.exists():
         return path.read_bytes()
-    code, _ = compile_kernel(kernel, preset, dtype, arch)
+    code, _ = compile_kernel(kernel, preset, dtype, arch, rounding)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(code)
@@ -193,12 +209,12 @@ class Loaded:
 
 
 _lock = threading.Lock()
-_loaded: dict[tuple[int, str, int, int], Loaded] = {}
+_loaded: dict[tuple[int, str, int, int, int], Loaded] = {}
 
 
-def load(entry: str, preset: Preset, dtype: DType, device: int) -> Loaded:
+def load(entry: str, preset: Preset, dtype: DType, device: int, rounding: int = 0) -> Loaded:
     """The kernel ``entry`` on ``device``, compiled and loaded at first use."""
-    key = (device, entry, preset.code, dtype.code)
+    key = (device, entry, preset.code, dtype.code, rounding)
     found = _loaded.get(key)
     if found is not None:
         return found
@@ -211,7 +227,7 @@ def load(entry: str, preset: Preset, dtype: DType, device: int) -> Loaded:
             torch.cuda.current_stream(device)  # torch makes the context
             major, minor = torch.cuda.get_device_capability(device)
             kernel = KERNELS[entry]
-            code = _cached_code(kernel, preset, dtype, f"sm_{major}{minor}")
+            code = _cached_code(kernel, preset, dtype, f"sm_{major}{minor}", rounding)
             module = ObjectCode.from_cubin(code)
             handle = module.get_kernel(entry)
             error, function = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
@@ -225,7 +241,7 @@ def _check(error: Any) -> None:
         raise LctError(f"CUDA driver call failed: {error!r}")
 
 
-def launch(kernel: Loaded, args: Args, blocks: int, shared_bytes: int, stream: int, extra: int | None = None) -> None:
+def launch(kernel: Loaded, args: ctypes.Structure, blocks: int, shared_bytes: int, stream: int, extra: int | None = None) -> None:
     """Launch on ``stream``. ``extra`` is a second, 64-bit argument. LctError where the launch fails."""
     from cuda.bindings import driver
 
@@ -245,7 +261,7 @@ def launch(kernel: Loaded, args: Args, blocks: int, shared_bytes: int, stream: i
 def codebook_tables(book: Codebook) -> np.ndarray:
     """One book as the kernels read it, uint32 (TABLE_WORDS,); the layout stands in common.cuh."""
     decode, encode = np.zeros(256, np.uint32), np.zeros(512, np.uint32)
-    pair, cost = np.zeros(256, np.uint32), np.zeros(260, np.uint32)
+    pair, cost = np.zeros(PAIR_WORDS, np.uint32), np.zeros(260, np.uint32)
     esc_flag, zero_flag, escaped, slow = 0x8000, 0x4000, 0x80000000, 0x20
     lengths, codes = book.lengths.astype(np.int64), book.codes.astype(np.int64)
     for symbol in range(NUM_SYMBOLS):
@@ -265,9 +281,9 @@ def codebook_tables(book: Codebook) -> np.ndarray:
             a, b = window + low, window + high
             if lengths[a] and lengths[b]:
                 code = int(codes[a]) << int(lengths[b]) | int(codes[b])
-                pair[low | high << 4] = code << 16 | int(lengths[a] + lengths[b])
+                pair[low + PAIR_STRIDE * high] = code << 16 | int(lengths[a] + lengths[b])
             else:
-                pair[low | high << 4] = slow
+                pair[low + PAIR_STRIDE * high] = slow
     cost[: ZERO + 1] = book.cost_bits
     return np.concatenate([decode, encode, pair, cost, np.array([window, 0, 0, 0], np.uint32)])
 

@@ -27,6 +27,15 @@ __device__ __forceinline__ bool reserve_chunks(Arena* arena, int count) {
     return false;
 }
 
+// The same for a whole warp; a group without credit is counted and left as it was.
+__device__ __forceinline__ bool reserve_for_warp(Arena* arena, int count, u32 lane) {
+    if (!count) return true;
+    bool held = lane == 0 ? reserve_chunks(arena, count) : true;
+    held = __all_sync(FULL_WARP, held);
+    if (!held && lane == 0) atomicAdd(&arena->failed_groups, 1u);
+    return held;
+}
+
 __device__ __forceinline__ void return_credit(Arena* arena, int count) {
     if (count) atomicAdd(&arena->free_chunks, count);
 }

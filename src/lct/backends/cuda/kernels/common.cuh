@@ -38,15 +38,19 @@ struct Args {
 // One row of the bank on the device (codebook_tables in jit.py).
 //   decode[256]  indexed by 8 stream bits: length | ZERO_FLAG | ESC_FLAG | relative exponent << 23
 //   encode[512]  indexed by relative exponent | 256 where the exponent is not 0: length | code << 8 | ESCAPED
-//   pair[256]    indexed by two relative exponents inside a window of 16: length | code << 16, SLOW if either escapes
+//   pair[576]    indexed by two relative exponents inside a window of 16, low + 37 * high: length | code << 16,
+//                or SLOW if either escapes
 //   cost[260]    bits that symbol 0..256 costs
 //   window       symbol that the pair table's window starts at
 #define TABLE_DECODE 0
 #define TABLE_ENCODE 256
 #define TABLE_PAIR 768
-#define TABLE_COST 1024
-#define TABLE_WINDOW 1284
-#define TABLE_WORDS 1288
+#define TABLE_COST 1344
+#define TABLE_WINDOW 1604
+#define TABLE_WORDS 1608
+#define PAIR_WORDS 576
+#define PAIR_STRIDE 37u
+#define STAGE_STEPS 4
 #define ESC_FLAG 0x8000u
 #define ZERO_FLAG 0x4000u
 #define SPECIAL_FLAGS 0xc000u
@@ -54,6 +58,19 @@ struct Args {
 #define SLOW 0x20u
 
 #define PACKED_BYTES 0x00ff00ffu
+
+// Byte offset of the slot of `group`.
+__device__ __forceinline__ u64 slot_offset(const Args& a, u32 group) {
+    const u32 streams = POOLED ? 1 : 32;  // fixed: capacity is a stream's
+    if (group < a.full_groups) return 16 + (u64)group * a.capacity * (4 * streams);
+    return a.tail_slot_offset + (u64)(group - a.full_groups) * a.tail_capacity * (4 * streams);
+}
+
+// The chunk that the present state of `group` refers to, or NO_CHUNK. Wide groups are never rewritten.
+__device__ __forceinline__ u32 held_chunk(const Args& a, u32 group) {
+    u32 state = ((const u32*)(a.payload + a.meta_offset))[group];
+    return (state >> 24) & STATE_SPILLED ? state & REF_MASK : NO_CHUNK;
+}
 
 // Unused bytes are zero: the gaps between planes, at most 31 bytes each. One warp calls.
 __device__ __forceinline__ void clear_gaps(const Args& a, u32 lane) {
@@ -70,33 +87,44 @@ __device__ __forceinline__ const u32* book_tables(const Args& a) {
     return a.tables + (size_t)book * TABLE_WORDS;
 }
 
-// Exponents of two packed words, as two bytes in 16-bit halves.
-__device__ __forceinline__ u32 exponents2(u32 v) { return (v >> 7) & PACKED_BYTES; }
+// Exponents of four words times 4 (byte offsets into tables), in 16-bit halves: the form in which
+// encoders keep a quad.
+#define PACKED_BYTES4 0x03fc03fcu
+__device__ __forceinline__ uint2 exponents4(uint2 v) {
+    return make_uint2((v.x >> 5) & PACKED_BYTES4, (v.y >> 5) & PACKED_BYTES4);
+}
+
+// Bits of `a` where `mask` is 0, of `b` where it is 1: one LOP3.
+__device__ __forceinline__ u32 blend(u32 a, u32 b, u32 mask) { return a ^ ((a ^ b) & mask); }
 
 // Sign-fraction bytes of four words.
 __device__ __forceinline__ u32 sign_fractions4(uint2 v) {
-    u32 low = __byte_perm(v.x, v.y, 0x6420), high = __byte_perm(v.x, v.y, 0x7531);
-    return (low & 0x7f7f7f7fu) | (high & 0x80808080u);
+    return blend(__byte_perm(v.x, v.y, 0x6420), __byte_perm(v.x, v.y, 0x7531), 0x80808080u);
 }
 
 // Four words from sign-fraction bytes and exponents that stand at bits 7..14 and 23..30 of x and y;
 // other bits of x and y are ignored, so packed adds may carry between the halves.
 __device__ __forceinline__ uint2 join4(u32 sf, u32 x, u32 y) {
-    uint2 out;
-    out.x = (__byte_perm(sf, 0, 0x1100) & 0x807f807fu) | (x & 0x7f807f80u);
-    out.y = (__byte_perm(sf, 0, 0x3322) & 0x807f807fu) | (y & 0x7f807f80u);
-    return out;
+    return make_uint2(blend(__byte_perm(sf, 0, 0x1100), x, 0x7f807f80u), blend(__byte_perm(sf, 0, 0x3322), y, 0x7f807f80u));
 }
 
-// Exponent bytes of four words, in order.
-__device__ __forceinline__ u32 exponent_bytes4(uint2 v) {
-    return __byte_perm(exponents2(v.x), exponents2(v.y), 0x6420);
-}
+// Exponent bytes of a quad, in order.
+__device__ __forceinline__ u32 exponent_bytes(uint2 e4) { return __byte_perm(e4.x >> 2, e4.y >> 2, 0x6420); }
 
 // Four words from sign-fraction bytes and exponent bytes.
 __device__ __forceinline__ uint2 join_bytes4(u32 sf, u32 e) {
     return join4(sf, __byte_perm(e, 0, 0x4140) << 7, __byte_perm(e, 0, 0x4342) << 7);
 }
+
+// Keeps a value in a register: the compiler would otherwise derive it again at each use.
+__device__ __forceinline__ u32 opaque(u32 value) {
+    u32 out;
+    asm("mov.u32 %0, %1;" : "=r"(out) : "r"(value));
+    return out;
+}
+
+// Code that runs rarely goes out of line, so that the common path has no taken branch.
+#define UNLIKELY(condition) __builtin_expect(!!(condition), 0)
 
 // First value of the quad of (group, step, lane).
 __device__ __forceinline__ u64 quad_index(u32 group, u32 step, u32 lane) {

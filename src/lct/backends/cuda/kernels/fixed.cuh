@@ -62,14 +62,19 @@ struct FixedDecoder {
 struct FixedEncoder {
     u64 bits;
     u32 count, total, limit;
-    u32* out;  // the lane's next word
+    u32 coded;     // quads coded so far
+    bool stopped;  // a quad did not fit: the stream spills from quad `coded` on
+    u32* out;      // the lane's next word
 
     __device__ __forceinline__ void init(u32* slot, u32 capacity, u32 lane) {
         out = slot + lane;
         bits = 0;
-        count = total = 0;
+        count = total = coded = 0;
         limit = capacity * 32;
+        stopped = false;
     }
+    __device__ __forceinline__ bool fits(u32 length) const { return !stopped && total + length <= limit; }
+
     __device__ __forceinline__ void append(u32 code, u32 length) {  // length <= 32
         bits = bits << length | code;
         count += length;
@@ -79,43 +84,30 @@ struct FixedEncoder {
             out += 32;
         }
     }
-    // Code one quad; false (nothing changed) where it does not fit into the stream.
-    __device__ __forceinline__ bool quad(const u32* pair, const u32* single, u32 window, uint2 v, u32 shift) {
-        const u32 MASK4 = PACKED_BYTES << 2;
-        u32 ax = (v.x >> 5) & MASK4, ay = (v.y >> 5) & MASK4;
-        u32 rotate = (128u + 256u - shift - window) * 0x00040004u;
-        u32 rx = (ax + rotate) & MASK4, ry = (ay + rotate) & MASK4;
-        u32 qx = *(const u32*)((const u8*)pair + ((rx | rx >> 12) & 0x3fcu));
-        u32 qy = *(const u32*)((const u8*)pair + ((ry | ry >> 12) & 0x3fcu));
-        // Exponent 0 has its own symbol: (a - 4) borrows from bit 15 of its half where a is 0.
-        bool zeros = ((ax | 0x80008000u) - 0x00040004u & (ay | 0x80008000u) - 0x00040004u & 0x80008000u) != 0x80008000u;
-        if (((rx | ry) & 0x03c003c0u) | ((qx | qy) & SLOW) || zeros) return escaped(single, ax, ay, shift);
-        u32 length = (qx + qy) & 63u;
-        if (total + length > limit) return false;
-        total += length;
-        append(__funnelshift_l(0u, qx >> 16, qy) | qy >> 16, length);
-        return true;
-    }
-    __device__ __forceinline__ bool escaped(const u32* single, u32 ax4, u32 ay4, u32 shift) {
-        u32 e[4] = {(ax4 >> 2) & 255u, ax4 >> 18, (ay4 >> 2) & 255u, ay4 >> 18}, q[4];
-        u32 length = 0;
+    // Code one quad (exponents times 4) of any kind, or nothing once one did not fit.
+    __device__ __forceinline__ void quad(const u32* single, uint2 e4, u32 shift) {
+        u32 e[4] = {(e4.x >> 2) & 255u, e4.x >> 18, (e4.y >> 2) & 255u, e4.y >> 18}, half[2], size[2];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            q[j] = single[((e[j] - shift + 128u) & 255u) | (e[j] ? 256u : 0u)];
-            length += (q[j] & 31u) + (q[j] & ESCAPED ? 8u : 0u);
-        }
-        if (total + length > limit) return false;
-        total += length;
+        for (int h = 0; h < 2; h++) {
+            half[h] = size[h] = 0;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            u32 code = (q[j] >> 8) & 255u, bits_now = q[j] & 31u;
-            if (q[j] & ESCAPED) {
-                code = code << 8 | e[j];
-                bits_now += 8;
+            for (int j = 2 * h; j < 2 * h + 2; j++) {
+                u32 q = single[((e[j] - shift + 128u) & 255u) | (e[j] ? 256u : 0u)];
+                u32 own = (q >> 8) & 255u, bits_now = q & 31u;
+                if (q & ESCAPED) {
+                    own = own << 8 | e[j];
+                    bits_now += 8;
+                }
+                half[h] = half[h] << bits_now | own;
+                size[h] += bits_now;
             }
-            append(code, bits_now);
         }
-        return true;
+        stopped = !fits(size[0] + size[1]);
+        if (stopped) return;
+        coded++;
+        total += size[0] + size[1];
+        append(half[0], size[0]);
+        append(half[1], size[1]);
     }
     __device__ __forceinline__ void finish() {
         if (count) *out = (u32)(bits << (32 - count));

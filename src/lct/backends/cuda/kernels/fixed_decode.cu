@@ -27,7 +27,7 @@ __device__ __forceinline__ void decode_rest(const Args& a, FixedDecoder decoder,
     }
 }
 
-extern "C" __global__ __launch_bounds__(WARPS * 32) void fixed_decode(const __grid_constant__ Args a) {
+extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_decode(const __grid_constant__ Args a) {
     extern __shared__ uint4 shared[];
     u32* table = (u32*)shared;
     const u32* book = book_tables(a);
@@ -40,8 +40,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void fixed_decode(const __gr
     if (active) {
         state = ((const u32*)(a.payload + a.meta_offset))[group];
         coded = state >> 24 == STATE_CONSTANT ? 0u : min((u32)a.payload[a.lane_offset + (u64)group * 32 + lane], steps);
-        u64 from = tail ? a.tail_slot_offset + (u64)(group - a.full_groups) * capacity * 128 : 16 + (u64)group * capacity * 128;
-        stage_slot(a.payload + from, slot, capacity * 32, lane);
+        stage_slot(a.payload + slot_offset(a, group), slot, capacity * 32, lane);
     }
     stage_wait();
     __syncthreads();

@@ -1,101 +1,149 @@
 // Encode a dense tensor into fixed streams: CLEAN, MEDIUM, HIGH (docs/format.md, sections 3, 7 and 8).
 //
 // Thread mapping: one block of threads a block of 256 streams (8 warps), one warp a group of 32 streams.
-// Shared memory (dynamic): pair table (256 words), single table (512 words), then one slot a warp.
+// Shared memory (dynamic): pair table (PAIR_WORDS), then a stage (4 quads a lane) and a slot a warp.
+// Four steps without zeros, escapes and spills take the fast path.
 
-#define CHUNK_STEPS 8
+// Steps whose loads are in flight together.
+#define CHUNK_STEPS (VALUE_BYTES == 4 ? 4 : 8)
 
-template <bool TAIL>
-__device__ __forceinline__ void encode_group(const Args& a, const u32* pair, u32 window, u32 shift, u32* slot, u32 group,
-                                             u32 lane) {
-    const u32 steps = TAIL ? a.tail_steps : STEPS, capacity = TAIL ? a.tail_capacity : a.capacity;
-    u8* slot_out = a.payload + (TAIL ? a.tail_slot_offset + (u64)(group - a.full_groups) * capacity * 128
-                                     : 16 + (u64)group * capacity * 128);
-    u32* meta = (u32*)(a.payload + a.meta_offset) + group;
-    u32 old = a.fresh ? 0 : *meta;
-    u32 old_chunk = (old >> 24) & STATE_SPILLED ? old & REF_MASK : NO_CHUNK;
-    int credits = a.reserve && old_chunk == NO_CHUNK ? 1 : 0;
-    if (credits) {
-        bool held = lane == 0 ? reserve_chunks(a.arena, credits) : true;
-        if (!__all_sync(FULL_WARP, held)) {
-            if (lane == 0) atomicAdd(&a.arena->failed_groups, 1u);
-            return;
+struct GroupEncoder {
+    const Args& a;
+    const EncodeTables& tables;
+    FixedEncoder encoder;
+    SpillChunk spill;
+    uint2* stage;  // of this lane; rows of 32
+    u32 group, lane, steps, shift, rotate, first, differs;
+
+    // Code the staged quads of steps [from, to), at most STAGE_STEPS, of any kind.
+    __device__ __forceinline__ void staged_steps(u32 from, u32 to) {
+#pragma unroll 1
+        for (u32 step = from; step < to; step++) {
+            uint2 e4 = stage[(step - from) * 32];
+            if (step == 0) first = __shfl_sync(FULL_WARP, (e4.x & 0xffffu) * 0x00010001u, 0);
+            differs |= (e4.x ^ first) | (e4.y ^ first);
+            encoder.quad(tables.single, e4, shift);
+            if (__any_sync(FULL_WARP, encoder.stopped)) {
+                u8* data = spill.data(group, lane);
+                if (encoder.stopped) *(u32*)(data + step * 128 + lane * 4) = exponent_bytes(e4);
+            }
+        }
+        differs = __any_sync(FULL_WARP, differs);
+    }
+
+    // Steps [from, to) near the end of the tensor.
+    __device__ __forceinline__ void guarded_steps(u32 from, u32 to) {
+#pragma unroll 1
+        for (u32 step = from; step < to; step++) {
+            u64 i = quad_index(group, step, lane);
+            Quad q = split_quad(load_dense_guarded(a.dense, i, a.num_values));
+            stage[0] = exponents4(q.words);
+            if (i < a.num_values) *(u32*)(a.payload + a.sign_fraction_offset + i) = sign_fractions4(q.words);
+            store_low(a.payload + a.low_offset, i, a.num_values, q.low);
+            staged_steps(step, step + 1);
         }
     }
-    SpillChunk spill;
-    spill.init(a.arena, old_chunk, a.reserve, credits);
 
-    u8* sign_fractions = a.payload + a.sign_fraction_offset;
-    u8* low = a.payload + a.low_offset;
-    clear_slot(slot, capacity * 32, lane);
-    __syncwarp();
-    FixedEncoder encoder;
-    encoder.init(slot, capacity, lane);
-    u32 coded = steps, first = 0;
-    bool constant = true;
-#pragma unroll 1
-    for (u32 step0 = 0; step0 < steps; step0 += CHUNK_STEPS) {
-        uint2 v[CHUNK_STEPS];
+    // Four steps of a full group; exponents times 4.
+    __device__ __forceinline__ void four_steps(u32 step0, const uint2* e4) {
+        u32 q[2 * STAGE_STEPS], smallest = 0xffffffffu, slow = 0, length = 0;
+#pragma unroll
+        for (int k = 0; k < STAGE_STEPS; k++) {
+            u32 rx = e4[k].x + rotate, ry = e4[k].y + rotate;
+            q[2 * k] = *(const u32*)((const u8*)tables.pair + pair_offset(rx));
+            q[2 * k + 1] = *(const u32*)((const u8*)tables.pair + pair_offset(ry));
+            slow |= ((rx | ry) & OUTSIDE_WINDOW) | ((q[2 * k] | q[2 * k + 1]) & SLOW);
+            smallest = min3_halves(smallest, e4[k].x, e4[k].y);
+            length += q[2 * k] + q[2 * k + 1];
+        }
+        length &= 0xffffu;
+        if (UNLIKELY(__any_sync(FULL_WARP, slow || has_zero_half(smallest) || !encoder.fits(length)))) {
+#pragma unroll
+            for (int k = 0; k < STAGE_STEPS; k++) stage[k * 32] = e4[k];
+            staged_steps(step0, step0 + STAGE_STEPS);
+            return;
+        }
+        if (UNLIKELY(!differs)) {
+            if (step0 == 0) first = __shfl_sync(FULL_WARP, (e4[0].x & 0xffffu) * 0x00010001u, 0);
+#pragma unroll
+            for (int k = 0; k < STAGE_STEPS; k++) differs |= (e4[k].x ^ first) | (e4[k].y ^ first);
+            differs = __any_sync(FULL_WARP, differs);
+        }
+#pragma unroll
+        for (int k = 0; k < STAGE_STEPS; k++)
+            encoder.append(quad_code(q[2 * k], q[2 * k + 1]), quad_length(q[2 * k], q[2 * k + 1]));
+        encoder.coded += STAGE_STEPS;
+        encoder.total += length;
+    }
+
+    __device__ __forceinline__ void chunk(u32 step0) {
+        uint4 dense[CHUNK_STEPS];  // all loads before the first store: see pooled_encode.cu
+#pragma unroll
+        for (int k = 0; k < CHUNK_STEPS; k++) dense[k] = load_dense(a.dense, quad_index(group, step0 + k, lane));
+        uint2 e4[CHUNK_STEPS];
 #pragma unroll
         for (int k = 0; k < CHUNK_STEPS; k++) {
             u64 i = quad_index(group, step0 + k, lane);
-            bool inside = !TAIL || (step0 + k < steps && i < a.num_values);
-            uint4 dense = TAIL ? (inside ? load_dense_guarded(a.dense, i, a.num_values) : make_uint4(0, 0, 0, 0))
-                               : load_dense(a.dense, i);
-            Quad q = split_quad(dense);
-            v[k] = q.words;
-            if (inside) __stcs((u32*)(sign_fractions + i), sign_fractions4(q.words));
-            store_low(low, inside ? i : a.num_values + (i & 4), a.num_values, q.low);
-        }
-        if (step0 == 0) first = __shfl_sync(FULL_WARP, (exponents2(v[0].x) & 0xffffu) * 0x00010001u, 0);
-        if (constant) {
-            u32 other = 0;
-#pragma unroll
-            for (int k = 0; k < CHUNK_STEPS; k++)
-                if (!TAIL || step0 + k < steps) other |= (exponents2(v[k].x) ^ first) | (exponents2(v[k].y) ^ first);
-            constant = !__any_sync(FULL_WARP, other);
+            Quad q = split_quad(dense[k]);
+            e4[k] = exponents4(q.words);
+            *(u32*)(a.payload + a.sign_fraction_offset + i) = sign_fractions4(q.words);
+            store_low(a.payload + a.low_offset, i, a.num_values, q.low);
         }
 #pragma unroll
-        for (int k = 0; k < CHUNK_STEPS; k++) {
-            u32 step = step0 + k;
-            if (step < coded && !encoder.quad(pair, pair + 256, window, v[k], shift)) coded = step;
-            if (__any_sync(FULL_WARP, step >= coded && step < steps)) {
-                u8* data = spill.data(group, lane);
-                if (step >= coded && step < steps) *(u32*)(data + step * 128 + lane * 4) = exponent_bytes4(v[k]);
-            }
-        }
+        for (int k = 0; k < CHUNK_STEPS; k += STAGE_STEPS) four_steps(step0 + k, e4 + k);
     }
-    u32 state = spill.chunk != NO_CHUNK && __any_sync(FULL_WARP, coded < steps) ? STATE_SPILLED << 24 | spill.chunk : 0u;
-    if (constant) {
-        __syncwarp();
-        clear_slot(slot, capacity * 32, lane);
-        state = STATE_CONSTANT << 24 | (first & 255u);
-        coded = 0;
-    } else {
-        encoder.finish();
-    }
-    __syncwarp();
-    store_slot(slot_out, slot, capacity * 32, lane);
-    a.payload[a.lane_offset + (u64)group * 32 + lane] = (u8)coded;
-    if (lane == 0) *meta = state;
-    spill.finish((state >> 24) & STATE_SPILLED, lane);
-}
+};
 
-extern "C" __global__ __launch_bounds__(WARPS * 32) void fixed_encode(const __grid_constant__ Args a) {
+extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_encode(const __grid_constant__ Args a) {
     extern __shared__ uint4 shared[];
     u32* pair = (u32*)shared;
     const u32* book = book_tables(a);
-    for (u32 i = threadIdx.x; i < 256; i += WARPS * 32) pair[i] = book[TABLE_PAIR + i];
-    for (u32 i = threadIdx.x; i < 512; i += WARPS * 32) pair[256 + i] = book[TABLE_ENCODE + i];
-    u32 window = book[TABLE_WINDOW], shift = a.book == NO_CHUNK ? a.payload[4] : a.header[1] & 255u;
+    for (u32 i = threadIdx.x; i < PAIR_WORDS; i += WARPS * 32) pair[i] = book[TABLE_PAIR + i];
+    const EncodeTables tables = {pair, book + TABLE_ENCODE, book[TABLE_WINDOW]};
+    const u32 shift = a.book == NO_CHUNK ? a.payload[4] : a.header[1] & 255u;
     __syncthreads();
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
     if (group >= a.end_group) return;
     if (group == 0) {
         clear_gaps(a, lane);
         if (lane < 4 && a.book != NO_CHUNK) ((u32*)a.payload)[lane] = a.header[lane];
     }
-    u32* slot = pair + 768 + warp * a.capacity * 32;
-    if (group < a.full_groups) encode_group<false>(a, pair, window, shift, slot, group, lane);
-    else encode_group<true>(a, pair, window, shift, slot, group, lane);
+    const bool tail = group >= a.full_groups;
+    const u32 capacity = tail ? a.tail_capacity : a.capacity, steps = tail ? a.tail_steps : STEPS;
+    const u32 old_chunk = a.fresh ? NO_CHUNK : held_chunk(a, group);
+    const int credits = a.reserve && old_chunk == NO_CHUNK ? 1 : 0;
+    if (!reserve_for_warp(a.arena, credits, lane)) return;
+
+    uint2* stage = (uint2*)(pair + PAIR_WORDS) + warp * (STAGE_STEPS * 32) + lane;
+    u32* slot = pair + PAIR_WORDS + WARPS * STAGE_STEPS * 64 + warp * a.capacity * 32;
+    clear_slot(slot, capacity * 32, lane);
+    __syncwarp();
+    GroupEncoder g{a, tables};
+    g.stage = stage, g.group = group, g.lane = lane, g.steps = steps, g.shift = shift;
+    g.rotate = (128u + 256u - shift - tables.window) * 0x00040004u;
+    g.first = g.differs = 0;
+    g.encoder.init(slot, capacity, lane);
+    g.spill.init(a.arena, old_chunk, a.reserve, credits);
+    if (tail) {
+        g.guarded_steps(0, steps);
+    } else {
+#pragma unroll 1
+        for (u32 step0 = 0; step0 < STEPS; step0 += CHUNK_STEPS) g.chunk(step0);
+    }
+
+    u32 markers = g.encoder.coded;
+    u32 state = __any_sync(FULL_WARP, g.encoder.stopped) ? STATE_SPILLED << 24 | g.spill.chunk : 0u;
+    if (!__any_sync(FULL_WARP, g.differs)) {
+        __syncwarp();
+        clear_slot(slot, capacity * 32, lane);
+        state = STATE_CONSTANT << 24 | (g.first >> 2 & 255u);
+        markers = 0;
+    } else {
+        g.encoder.finish();
+    }
+    __syncwarp();
+    store_slot(a.payload + slot_offset(a, group), slot, capacity * 32, lane);
+    a.payload[a.lane_offset + (u64)group * 32 + lane] = (u8)markers;
+    if (lane == 0) ((u32*)(a.payload + a.meta_offset))[group] = state;
+    g.spill.finish((state >> 24) & STATE_SPILLED, lane);
 }

@@ -13,7 +13,7 @@ struct PooledDecoder {
 
     __device__ __forceinline__ void init(const u32* words, u32 capacity_words, u32 lane) {
         slot = words;
-        capacity = capacity_words;
+        capacity = opaque(capacity_words);
         hi = words[lane];
         lo = words[32 + lane];
         position = 0;
@@ -22,8 +22,8 @@ struct PooledDecoder {
         below = lanes_below(lane);
     }
 
-    // Exponents of the next quad at bits 7..14 and 23..30 of x and y. `offset` = shift_offset(shift).
-    __device__ __forceinline__ void quad(const u32* table, u32 offset, u32& x, u32& y) {
+    // Table entries of the next quad: relative exponents at bits 23..30, flags below.
+    __device__ __forceinline__ void quad(const u32* table, u32 (&e)[4]) {
         bool need = position >= 32;
         u32 asking = __ballot_sync(FULL_WARP, need);
         if (need) {
@@ -32,145 +32,155 @@ struct PooledDecoder {
             position -= 32;
         }
         handed += __popc(asking);
-        u32 window = __funnelshift_l(lo, hi, position), e[4];
+        u32 window = __funnelshift_l(lo, hi, position);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             e[j] = table[window >> 24];
             window = __funnelshift_l(0u, window, e[j]);
         }
         position += (e[0] + e[1] + e[2] + e[3]) & 63;
-        if (__any_sync(FULL_WARP, (e[0] | e[1] | e[2] | e[3]) & SPECIAL_FLAGS)) {
-            bool escapes = __any_sync(FULL_WARP, (e[0] | e[1] | e[2] | e[3]) & ESC_FLAG);
+    }
+
+    // Replace the entries of zeros and escapes, so that adding `offset` gives their exponents as well.
+    __device__ __forceinline__ void resolve(u32 (&e)[4], u32 offset) {
+        bool escapes = __any_sync(FULL_WARP, (e[0] | e[1] | e[2] | e[3]) & ESC_FLAG);
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                u32 flags = e[j] & SPECIAL_FLAGS;
-                e[j] = flags ? 0u : e[j] + (offset << 16);
-                if (escapes) {
-                    u32 mask = __ballot_sync(FULL_WARP, flags & ESC_FLAG);
-                    if (flags & ESC_FLAG) {
-                        u32 last = capacity * 4 - 1;
-                        e[j] = (u32)((const u8*)slot)[last - min(literals + __popc(mask & below), last)] << 23;
-                    }
-                    literals += __popc(mask);
-                }
+        for (int j = 0; j < 4; j++) {
+            u32 flags = e[j] & SPECIAL_FLAGS, value = 0;
+            if (escapes) {
+                u32 mask = __ballot_sync(FULL_WARP, flags & ESC_FLAG), last = capacity * 4 - 1;
+                if (flags & ESC_FLAG)
+                    value = (u32)((const u8*)slot)[last - min(literals + __popc(mask & below), last)] << 23;
+                literals += __popc(mask);
             }
-            offset = 0;
+            if (flags) e[j] = value - (offset << 16);
         }
-        x = __byte_perm(e[0], e[1], 0x7632) + offset;
-        y = __byte_perm(e[2], e[3], 0x7632) + offset;
     }
 };
 
-// Tables of one book in shared memory, and what addresses them.
+// Whether any entry of the warp's quads is a zero or an escape.
+__device__ __forceinline__ bool any_special(const u32 (&a)[4], const u32 (&b)[4]) {
+    u32 all = (a[0] | a[1] | a[2]) | (a[3] | b[0] | b[1]) | (b[2] | b[3]);
+    return __any_sync(FULL_WARP, all & SPECIAL_FLAGS);
+}
+
+// Four words from table entries, the shift's offset and sign-fraction bytes.
+__device__ __forceinline__ uint2 join_entries(u32 sf, const u32 (&e)[4], u32 offset) {
+    return join4(sf, __byte_perm(e[0], e[1], 0x7632) + offset, __byte_perm(e[2], e[3], 0x7632) + offset);
+}
+
+// Byte offset into the pair table of two symbols (times 4, in 16-bit halves, noise from bit 6 on): entry
+// low + 37 * high. The odd stride spreads the few pairs that are common over the banks.
+__device__ __forceinline__ u32 pair_offset(u32 r) { return ((r & 0x003c003cu) * (0x10000u + PAIR_STRIDE)) >> 16; }
+
+// Tables of one book: pairs in shared memory, single symbols (rarely used) in global memory.
 struct EncodeTables {
     const u32* pair;
     const u32* single;
     u32 window;  // first symbol of the pair table
 };
 
+// Smallest of each 16-bit half.
+__device__ __forceinline__ u32 min3_halves(u32 a, u32 b, u32 c) { return __vimin3_u16x2(a, b, c); }
+
+// Codes of two pairs of values from the pair table as one code; its length.
+__device__ __forceinline__ u32 quad_code(u32 qx, u32 qy) { return __funnelshift_l(0u, qx >> 16, qy) | qy >> 16; }
+__device__ __forceinline__ u32 quad_length(u32 qx, u32 qy) { return (qx + qy) & 63u; }
+
+// Bits of r (two symbols times 4, noise above) that are set where a symbol lies outside the pair table.
+#define OUTSIDE_WINDOW 0x03c003c0u
+
 struct PooledEncoder {
     u64 bits;
-    u32 count, slot0, slot1, handed, literals, below, capacity;
-    u32* slot;
+    u32 count, handed, literals, below, capacity;
+    u32 *slot, *word0, *word1;  // the lane's two words that are handed out and not yet written
+    u32 coded;                  // steps coded so far
+    bool stopped;               // a step did not fit: the group spills from step `coded` on
 
     __device__ __forceinline__ void init(u32* words, u32 capacity_words, u32 lane) {
         slot = words;
         capacity = capacity_words;
         bits = 0;
-        count = 0;
-        slot0 = lane;
-        slot1 = 32 + lane;
+        count = coded = literals = 0;
+        word0 = slot + lane;
+        word1 = slot + 32 + lane;
         handed = 64;
-        literals = 0;
         below = lanes_below(lane);
+        stopped = capacity_words < 64;
     }
 
-    // Code one quad; false (nothing changed) where the step does not fit: the group spills from here.
-    // `zeros`: the warp may hold exponents 0, whose symbol is not relative to the shift.
-    __device__ __forceinline__ bool quad(const EncodeTables& t, uint2 v, u32 shift, bool zeros) {
-        const u32 MASK4 = PACKED_BYTES << 2;  // exponents times 4: byte offsets into the tables
-        u32 ax = (v.x >> 5) & MASK4, ay = (v.y >> 5) & MASK4;
-        u32 rotate = (128u + 256u - shift - t.window) * 0x00040004u;
-        u32 rx = (ax + rotate) & MASK4, ry = (ay + rotate) & MASK4;
-        u32 qx = *(const u32*)((const u8*)t.pair + ((rx | rx >> 12) & 0x3fcu));
-        u32 qy = *(const u32*)((const u8*)t.pair + ((ry | ry >> 12) & 0x3fcu));
-        u32 code = __funnelshift_l(0u, qx >> 16, qy) | qy >> 16;
-        u32 length = (qx + qy) & 63u;
+    // Whether steps that add `length` bits before the last of them, and `more` literals, fit.
+    __device__ __forceinline__ bool fits(u32 length, u32 more) const {
+        u32 words = handed + __reduce_add_sync(FULL_WARP, (count + length) >> 5);
+        return !stopped && words * 4 + literals + more <= capacity * 4;
+    }
+
+    // Append a quad's code, at most 32 bits, which `fits`.
+    __device__ __forceinline__ void append(u32 code, u32 length) {
         bool need = count >= 32;
         u32 asking = __ballot_sync(FULL_WARP, need);
-        bool slow = ((rx | ry) & 0x03c003c0u) | ((qx | qy) & SLOW);
-        if (__any_sync(FULL_WARP, slow) || zeros) {
-            if (!escaped(t, ax, ay, shift, handed + __popc(asking), code, length)) return false;
-        } else if ((handed + __popc(asking)) * 4 + literals > capacity * 4) {
-            return false;
-        }
         if (need) {
             count -= 32;
-            slot[slot0] = (u32)(bits >> count);
-            slot0 = slot1;
-            slot1 = handed + __popc(asking & below);
+            *word0 = (u32)(bits >> count);
+            word0 = word1;
+            word1 = slot + (handed + __popc(asking & below));
         }
         handed += __popc(asking);
         bits = bits << length | code;
         count += length;
-        return true;
     }
 
-    // The same for a step with zeros, escapes or symbols outside the pair table's window.
-    __device__ __forceinline__ bool escaped(const EncodeTables& t, u32 ax4, u32 ay4, u32 shift, u32 words, u32& code,
-                                            u32& length) {
-        u32 e[4] = {(ax4 >> 2) & 255u, ax4 >> 18, (ay4 >> 2) & 255u, ay4 >> 18}, q[4];
-        u32 found = 0;
+    // Code one quad (exponents times 4) of any kind, or nothing once a step did not fit.
+    __device__ __forceinline__ void quad(const u32* single, uint2 e4, u32 shift) {
+        u32 e[4] = {(e4.x >> 2) & 255u, e4.x >> 18, (e4.y >> 2) & 255u, e4.y >> 18}, mask[4];
+        u32 found = 0, code = 0, length = 0;
+        bool escapes[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            q[j] = t.single[((e[j] - shift + 128u) & 255u) | (e[j] ? 256u : 0u)];
-            found += __popc(__ballot_sync(FULL_WARP, q[j] & ESCAPED));
+            u32 q = single[((e[j] - shift + 128u) & 255u) | (e[j] ? 256u : 0u)];
+            escapes[j] = q & ESCAPED;
+            mask[j] = __ballot_sync(FULL_WARP, escapes[j]);
+            found += __popc(mask[j]);
+            code = code << (q & 31u) | ((q >> 8) & 255u);
+            length += q & 31u;
         }
-        if (words * 4 + literals + found > capacity * 4) return false;
-        u8* end = (u8*)(slot + capacity) - 1;
-        code = 0;
-        length = 0;
+        stopped = !fits(0, found);
+        if (stopped) return;
+        u8* next = (u8*)(slot + capacity) - 1 - literals;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            if (found) {
-                u32 mask = __ballot_sync(FULL_WARP, q[j] & ESCAPED);
-                if (q[j] & ESCAPED) *(end - (literals + __popc(mask & below))) = (u8)e[j];
-                literals += __popc(mask);
-            }
-            code = code << (q[j] & 31u) | ((q[j] >> 8) & 255u);
-            length += q[j] & 31u;
+            if (escapes[j]) *(next - __popc(mask[j] & below)) = (u8)e[j];
+            next -= __popc(mask[j]);
         }
-        return true;
+        literals += found;
+        coded++;
+        append(code, length);
     }
 
     // Write what is left of the streams (at most 63 bits a lane).
     __device__ __forceinline__ void finish() {
         u64 left = count ? bits << (64 - count) : 0;
-        if (count) slot[slot0] = (u32)(left >> 32);
-        if (count > 32) slot[slot1] = (u32)left;
+        if (count) *word0 = (u32)(left >> 32);
+        if (count > 32) *word1 = (u32)left;
     }
 };
 
-// Smallest exponent of each half over a chunk tells whether any is zero.
-__device__ __forceinline__ u32 min_halves(u32 a, u32 b) { return __vminu2(a, b); }
+// Of the smallest exponents of each half: is either zero?
 __device__ __forceinline__ bool has_zero_half(u32 m) { return !(m & 0xffffu) || !(m >> 16); }
 
-// Sum of the exponents of a quad in both halves.
-__device__ __forceinline__ u32 exponent_sum(uint2 v) { return exponents2(v.x) + exponents2(v.y); }
-
-// Mean exponent of a span of 256 values without zeros.
+// Mean exponent of a span of 256 values without zeros; quads as exponents times 4.
 __device__ __forceinline__ u32 span_shift(uint2 a, uint2 b) {
-    u32 sum = exponent_sum(a) + exponent_sum(b);
-    return (__reduce_add_sync(FULL_WARP, (sum & 0xffffu) + (sum >> 16)) + 128u) >> 8;
+    u32 sum = a.x + a.y + b.x + b.y;
+    return (__reduce_add_sync(FULL_WARP, (sum & 0xffffu) + (sum >> 16)) + 512u) >> 10;
 }
 
 // Mean of the non-zero exponents of a span, halves up; 0 where all are zero.
 __device__ __forceinline__ u32 span_shift_zeros(uint2 a, uint2 b) {
-    u32 parts[4] = {exponents2(a.x), exponents2(a.y), exponents2(b.x), exponents2(b.y)};
+    u32 parts[4] = {a.x, a.y, b.x, b.y};
     u32 sum = 0, count = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        sum += (parts[i] & 0xffffu) + (parts[i] >> 16);
+        sum += ((parts[i] & 0xffffu) + (parts[i] >> 16)) >> 2;
         count += ((parts[i] & 0xffffu) != 0) + ((parts[i] >> 16) != 0);
     }
     u32 both = __reduce_add_sync(FULL_WARP, sum | count << 18);  // sum <= 65,280, count <= 256

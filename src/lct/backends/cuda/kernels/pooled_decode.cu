@@ -11,13 +11,13 @@ __device__ __forceinline__ void decode_rest(const Args& a, PooledDecoder decoder
     const u8* sign_fractions = a.payload + a.sign_fraction_offset;
     const u8* low = a.payload + a.low_offset;
     const u8* chunk = nullptr;
-    const u8* halves[2] = {nullptr, nullptr};
+    const u8 *lower = nullptr, *upper = nullptr;  // lower halves of steps 0..31 and 32..63
     bool wide = state >> 24 == STATE_WIDE;
     if ((state >> 24) & STATE_SPILLED || wide) chunk = chunk_data(a.arena, state & REF_MASK);
     if (wide) {
-        const u32* refs =
-            (const u32*)(a.payload + (group < a.full_groups ? 16 + (u64)group * a.capacity * 4 : a.tail_slot_offset));
-        for (int c = 0; c < 2; c++) halves[c] = chunk_data(a.arena, refs[c]);
+        const u32* refs = (const u32*)(a.payload + slot_offset(a, group));
+        lower = chunk_data(a.arena, refs[0]);
+        upper = chunk_data(a.arena, refs[1]);
     }
     for (u32 step = from; step < steps; step++) {
         u64 i = quad_index(group, step, lane);
@@ -25,18 +25,19 @@ __device__ __forceinline__ void decode_rest(const Args& a, PooledDecoder decoder
         u32 shift = __shfl_sync(FULL_WARP, my_shift, step / 2), at = step * 128 + lane * 4;
         Quad q;
         if (step < coded) {
-            u32 x, y;
-            decoder.quad(table, shift_offset(shift), x, y);
-            q.words = join4(sf, x, y);
+            u32 e[4], offset = shift_offset(shift);
+            decoder.quad(table, e);
+            if (any_special(e, e)) decoder.resolve(e, offset);
+            q.words = join_entries(sf, e, offset);
         } else {
             q.words = join_bytes4(sf, chunk ? *(const u32*)(chunk + at) : (state & 255u) * 0x01010101u);
         }
-        q.low = wide ? *(const uint2*)(halves[at / 4096] + at % 4096 * 2) : load_low(low, i, a.num_values);
+        q.low = wide ? *(const uint2*)((step < 32 ? lower : upper) + at % 4096 * 2) : load_low(low, i, a.num_values);
         store_dense_guarded(a.dense, i, a.num_values, merge_quad(q));
     }
 }
 
-extern "C" __global__ __launch_bounds__(WARPS * 32) void pooled_decode(const __grid_constant__ Args a) {
+extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_decode(const __grid_constant__ Args a) {
     extern __shared__ uint4 shared[];
     u32* table = (u32*)shared;
     const u32* book = book_tables(a);
@@ -52,7 +53,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void pooled_decode(const __g
         coded = kind == STATE_CODED ? steps : kind & STATE_SPILLED ? min(kind & 0x7fu, steps) : 0u;
         if (capacity < 64) coded = 0;
         my_shift = a.payload[a.lane_offset + (u64)group * 32 + lane];
-        if (coded) stage_slot(a.payload + (tail ? a.tail_slot_offset : 16 + (u64)group * a.capacity * 4), slot, capacity, lane);
+        if (coded) stage_slot(a.payload + slot_offset(a, group), slot, capacity, lane);
     }
     stage_wait();
     __syncthreads();
@@ -71,13 +72,22 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void pooled_decode(const __g
 #pragma unroll
             for (int k = 0; k < CHUNK_STEPS; k++) sf[k] = __ldcs((const u32*)(sign_fractions + first + k * 128));
 #pragma unroll
-            for (int k = 0; k < CHUNK_STEPS; k++) {
-                u32 offset = shift_offset(__shfl_sync(FULL_WARP, my_shift, (step0 + k) / 2)), x, y;
-                decoder.quad(table, offset, x, y);
-                Quad q;
-                q.words = join4(sf[k], x, y);
-                q.low = load_low(low, first + k * 128, a.num_values);
-                store_dense(a.dense, first + k * 128, merge_quad(q));
+            for (int k = 0; k < CHUNK_STEPS; k += 2) {
+                u32 offset = shift_offset(__shfl_sync(FULL_WARP, my_shift, (step0 + k) / 2)), e[2][4];
+                decoder.quad(table, e[0]);
+                decoder.quad(table, e[1]);
+                if (UNLIKELY(any_special(e[0], e[1]))) {
+                    decoder.resolve(e[0], offset);
+                    decoder.resolve(e[1], offset);
+                }
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    u64 at = first + (k + i) * 128;
+                    Quad q;
+                    q.words = join_entries(sf[k + i], e[i], offset);
+                    q.low = load_low(low, at, a.num_values);
+                    store_dense(a.dense, at, merge_quad(q));
+                }
             }
         }
     }

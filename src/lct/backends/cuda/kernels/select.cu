@@ -1,7 +1,7 @@
 // Choose the book (and, for fixed streams, the shift) of a tensor from a sample and write the payload's
-// header (docs/format.md, section 5). One block of 1,024 threads: the sample is at most 16,384 values.
-#define THREADS 1024
-#define SAMPLED_SPANS 64
+// header (docs/format.md, section 5). One block of 1,024 threads: the sample is at most 8,192 values.
+#define THREADS (WARPS * 32)
+#define SAMPLED_SPANS 32
 #define SAMPLED_VALUES 4096
 #define SYMBOLS 257
 
@@ -12,9 +12,13 @@ __device__ __forceinline__ u64 sample_start(u64 k, u64 samples, u64 total) {
     return first + jitter % (end - first);
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void select_book(const __grid_constant__ Args a) {
+extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book(const __grid_constant__ Args a) {
     __shared__ u32 counts[SYMBOLS + 3];
     __shared__ u64 best;
+#if !POOLED
+    __shared__ u32 occurring[256], num_occurring;
+    if (threadIdx.x == 0) num_occurring = 0;
+#endif
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     for (u32 i = thread; i < SYMBOLS; i += THREADS) counts[i] = 0;
     if (thread == 0) best = ~0ull;
@@ -43,7 +47,9 @@ extern "C" __global__ __launch_bounds__(THREADS) void select_book(const __grid_c
     if (a.candidates >> warp & 1u) {
         const u32* cost = a.tables + (size_t)warp * TABLE_WORDS + TABLE_COST;
         u32 total = 0;
-        for (u32 s = lane; s < SYMBOLS; s += 32) total += counts[s] * cost[s];
+#pragma unroll
+        for (u32 s = lane; s < 288; s += 32)
+            if (s < SYMBOLS) total += counts[s] * cost[s];
         total = __reduce_add_sync(FULL_WARP, total);
         if (lane == 0) atomicMin(&best, (u64)total << 16 | warp << 8);
     }
@@ -54,14 +60,25 @@ extern "C" __global__ __launch_bounds__(THREADS) void select_book(const __grid_c
         atomicAdd(&counts[(word_of(dense_at(a.dense, i)) >> 7) & 255u], 1u);
     }
     __syncthreads();
+    // Exponents that occur, as exponent | count << 8: a few of the 256.
+    if (thread < 256 && counts[thread]) occurring[atomicAdd(&num_occurring, 1u)] = thread | counts[thread] << 8;
+    __syncthreads();
     u32 shift = thread & 255u;
     for (u32 book = thread / 256; book < 32; book += THREADS / 256) {
         if (!(a.candidates >> book & 1u)) continue;
         const u32* cost = a.tables + (size_t)book * TABLE_WORDS + TABLE_COST;
         u32 total = 0;
-        for (u32 e = 0; e < 256; e++)
-            if (counts[e]) total += counts[e] * cost[e ? (e - shift + 128u) & 255u : 256u];
-        atomicMin(&best, (u64)total << 16 | book << 8 | shift);
+        for (u32 k = 0; k < num_occurring; k++) {
+            u32 e = occurring[k] & 255u;
+            total += (occurring[k] >> 8) * cost[e ? (e - shift + 128u) & 255u : 256u];
+        }
+        // One candidate a warp: atomics of 64 bits on one word would take the time of the search.
+        u64 candidate = (u64)total << 16 | book << 8 | shift;
+        for (int d = 16; d; d >>= 1) {
+            u64 other = __shfl_xor_sync(FULL_WARP, candidate, d);
+            candidate = other < candidate ? other : candidate;
+        }
+        if (lane == 0) atomicMin(&best, candidate);
     }
 #endif
     __syncthreads();

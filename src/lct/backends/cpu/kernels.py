@@ -1,8 +1,10 @@
 # mypy: allow-untyped-defs
 """Numba kernels of the CPU backend. Each codes the groups ``first`` to ``last`` without the GIL.
 
-Shapes: ``values`` uint16, the halfwords of the bit patterns (FP32 has two a value, the lower first);
-``payload`` uint8, ``payload16`` and ``payload32`` the same bytes as halfwords and words;
+One file, for Numba's cache on disk notices changes only of the file that holds the kernel.
+
+Shapes: ``values`` uint16, the halfwords of the bit patterns (FP32 has two a value, the lower
+first); ``payload`` uint8, ``payload16`` and ``payload32`` the same bytes as halfwords and words;
 ``exponents`` uint8 (8192,) of one group in the order step, lane, j. ``geo`` is a ``Geometry``.
 Sections are those of docs/format.md. Callers have checked every size; kernels keep all reads of
 streams, literals and markers inside of what belongs to their group.
@@ -11,6 +13,7 @@ streams, literals and markers inside of what belongs to their group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numba
@@ -37,15 +40,14 @@ SPAN_VALUES = SPAN_STEPS * STEP_VALUES
 WORD_BITS = 32
 
 # Table entries, uint16: bits 7..0 a code or an exponent, 11..8 the code's length, 15: it is ESC.
-LENGTH_SHIFT, LENGTH_MASK, ESCAPE_SHIFT = 8, 15, 15
+LENGTH_SHIFT, ESCAPE_SHIFT = 8, 15
 
 # Bit buffers are uint64, and Numba follows NumPy: uint64 with a signed integer gives float64.
 # Indices are cast as well: for a signed one, every access also looks for Python's negative indices,
 # which keeps loops from being vectorised (encode and decode took twice as long).
 _u = np.uint64
-_LENGTH_SHIFT, _LENGTH_MASK, _ESCAPE_SHIFT = _u(LENGTH_SHIFT), _u(LENGTH_WORD), _u(ESCAPE_SHIFT)
 _BYTE, _WORD = _u(0xFF), _u(0xFFFF_FFFF)
-_5, _31, _32, _56, _64 = _u(5), _u(31), _u(32), _u(56), _u(64)
+_5, _8, _15, _31, _32, _56, _64 = (_u(n) for n in (5, 8, 15, 31, 32, 56, 64))
 
 
 class Geometry(NamedTuple):
@@ -67,17 +69,21 @@ class Geometry(NamedTuple):
     meta_offset: int
 
 
-# Sizes are checked before kernels run, so no division by zero is to be looked out for.
-_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_inner = numba.njit(no_cpython_wrapper=True, **_OPTIONS)
+_njit: Any = partial(
+    numba.njit,
+    nogil=True,
+    error_model="numpy",  # sizes are checked before, no division by zero is to be looked out for
+    no_cfunc_wrapper=True,
+)
+_inner = _njit(no_cpython_wrapper=True)
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
     """Compile ``function`` at its first call, or take it from the cache on disk."""
     try:
-        return numba.njit(cache=True, **_OPTIONS)(function)
+        return _njit(cache=True)(function)
     except RuntimeError:  # no writable place for a cache: every process compiles
-        return numba.njit(**_OPTIONS)(function)
+        return _njit()(function)
 
 
 @_inner
@@ -98,8 +104,10 @@ def _slot(geo, group):
 
 @_inner
 def _run(geo, group, step, part):
-    """(index of the first value, number of values, place in the step) of one of the two runs that
-    hold the values of ``step``: up to the end of the row, and from its start (often empty)."""
+    """(index of the first value, number of values, place in the step) of one of a step's two runs.
+
+    Run 0 goes up to the end of the row; run 1 begins at its start and is mostly empty.
+    """
     if geo.groups_per_block == 1:
         return (group * geo.steps + step) * STEP_VALUES, STEP_VALUES * (1 - part), 0
     quads = LANES * geo.groups_per_block
@@ -137,10 +145,10 @@ def _load_exponents(values, geo, group, steps, exponents):
 
 @_inner
 def _is_constant(exponents, count):
-    for i in range(1, count):
-        if exponents[_u(i)] != exponents[_u(0)]:
-            return False
-    return True
+    i = 1
+    while i < count and exponents[_u(i)] == exponents[_u(0)]:
+        i += 1
+    return i >= count
 
 
 @_inner
@@ -194,40 +202,52 @@ def _span_shift(exponents, first):
 
 
 @_inner
-def _encode_pooled(exponents, steps, codes, capacity, payload, payload32, slot, lanes_at, work):
-    """Steps coded of one group (section 6). ``work``: uint64 (32,) arrays."""
-    acc, position, current, following, quad_code, quad_bits = work
+def _entry(table, row, column):
+    return _u(table[_u(row + np.int64(column))])
+
+
+@_inner
+def _length(entry):
+    return (entry >> _8) & _15
+
+
+@_inner
+def _is_escape(entry):
+    return entry >> _15
+
+
+@_inner
+def _encode_pooled(exponents, steps, codes, capacity, payload, payload32, slot, lanes_at, lanes):
+    """Number of steps coded of one group (section 6). ``lanes``: arrays (32,), named below."""
+    acc, position, current, following, quad_code, quad_bits = lanes
     for lane in range(LANES):
-        acc[_u(lane)] = 0
+        acc[_u(lane)] = 0  # the stream from the current word on, its first bit in bit 63
         position[_u(lane)] = 0
         current[_u(lane)] = lane
         following[_u(lane)] = LANES + lane
         payload[_u(lanes_at + lane)] = 0
     base = slot // WORD_BYTES
     end = slot + capacity * WORD_BYTES
-    handed, literals, coded, shift, row = FIRST_WORDS, 0, 0, 0, 0
+    handed, literals, coded, shift = FIRST_WORDS, 0, 0, 0
     for step in range(steps):
         if step % SPAN_STEPS == 0:
             shift = _span_shift(exponents, step * STEP_VALUES)
-            row = shift << 8
-        requests = _u(0)
-        escapes = 0
+        row = shift << 8
+        # Whether the step fits must be known before a word is handed out.
+        requests, escapes = _u(0), _u(0)
         for lane in range(LANES):
+            code, bits = _u(0), _u(0)
             at = step * STEP_VALUES + lane * QUAD
-            a = _u(codes[_u(row + exponents[_u(at)])])
-            b = _u(codes[_u(row + exponents[_u(at + 1)])])
-            c = _u(codes[_u(row + exponents[_u(at + 2)])])
-            d = _u(codes[_u(row + exponents[_u(at + 3)])])
-            b_bits = (b >> _LENGTH_SHIFT) & _LENGTH_MASK
-            c_bits = (c >> _LENGTH_SHIFT) & _LENGTH_MASK
-            d_bits = (d >> _LENGTH_SHIFT) & _LENGTH_MASK
-            code = (a & _BYTE) << b_bits | (b & _BYTE)
-            code = code << c_bits | (c & _BYTE)
-            quad_code[_u(lane)] = code << d_bits | (d & _BYTE)
-            quad_bits[_u(lane)] = ((a >> _LENGTH_SHIFT) & _LENGTH_MASK) + b_bits + c_bits + d_bits
-            escapes += np.int64((a >> _ESCAPE_SHIFT) + (b >> _ESCAPE_SHIFT) + (c >> _ESCAPE_SHIFT) + (d >> _ESCAPE_SHIFT))
+            for i in range(at, at + QUAD):
+                entry = _entry(codes, row, exponents[_u(i)])
+                code = code << _length(entry) | (entry & _BYTE)
+                bits += _length(entry)
+                escapes += _is_escape(entry)
+            quad_code[_u(lane)] = code
+            quad_bits[_u(lane)] = bits
             requests += position[_u(lane)] >> _5
-        if (handed + np.int64(requests)) * WORD_BYTES + literals + escapes > end - slot:
+        words = handed + np.int64(requests)
+        if words * WORD_BYTES + literals + np.int64(escapes) > capacity * WORD_BYTES:
             break
         for lane in range(LANES):
             if position[_u(lane)] >= _32:
@@ -237,22 +257,24 @@ def _encode_pooled(exponents, steps, codes, capacity, payload, payload32, slot, 
                 current[_u(lane)] = following[_u(lane)]
                 following[_u(lane)] = handed
                 handed += 1
-            acc[_u(lane)] |= quad_code[_u(lane)] << (_64 - position[_u(lane)] - quad_bits[_u(lane)])
             position[_u(lane)] += quad_bits[_u(lane)]
+            acc[_u(lane)] |= quad_code[_u(lane)] << (_64 - position[_u(lane)])
         if escapes:
             for j in range(QUAD):
                 for lane in range(LANES):
                     exponent = exponents[_u(step * STEP_VALUES + lane * QUAD + j)]
-                    if codes[_u(row + exponent)] >> ESCAPE_SHIFT:
+                    if _is_escape(_entry(codes, row, exponent)):
                         literals += 1
                         payload[_u(end - literals)] = exponent
         payload[_u(lanes_at + step // SPAN_STEPS)] = shift
         coded = step + 1
+    unused = slot
     if coded:
+        unused += handed * WORD_BYTES
         for lane in range(LANES):
             payload32[_u(base + current[_u(lane)])] = acc[_u(lane)] >> _32
             payload32[_u(base + following[_u(lane)])] = acc[_u(lane)] & _WORD
-    for i in range(slot + (handed * WORD_BYTES if coded else 0), end - literals):
+    for i in range(unused, end - literals):
         payload[_u(i)] = 0
     return coded
 
@@ -260,41 +282,37 @@ def _encode_pooled(exponents, steps, codes, capacity, payload, payload32, slot, 
 @_inner
 def _encode_fixed(exponents, steps, codes, row, capacity, payload, payload32, slot, lanes_at):
     """True where a stream of one group spills (section 7)."""
-    base = slot // WORD_BYTES
     spilled = False
     for lane in range(LANES):
-        acc = _u(0)
-        position = 0
-        word = base + lane
-        end = base + capacity * LANES
+        acc, position = _u(0), _u(0)
+        word = slot // WORD_BYTES + lane
+        end = word + capacity * LANES
         left = capacity * WORD_BITS
         marker = steps
         for step in range(steps):
             at = step * STEP_VALUES + lane * QUAD
-            bits = 0
-            escapes = 0
-            for j in range(QUAD):
-                entry = codes[_u(row + exponents[_u(at + j)])]
-                bits += (entry >> LENGTH_SHIFT) & LENGTH_MASK
-                escapes += entry >> ESCAPE_SHIFT
-            left -= bits + escapes * LITERAL_BITS
+            bits, escapes = _u(0), _u(0)
+            for i in range(at, at + QUAD):
+                entry = _entry(codes, row, exponents[_u(i)])
+                bits += _length(entry)
+                escapes += _is_escape(entry)
+            left -= np.int64(bits) + np.int64(escapes) * LITERAL_BITS
             if left < 0:
                 marker = step
                 break
-            for j in range(QUAD):
-                entry = codes[_u(row + exponents[_u(at + j)])]
-                code = _u(entry & 0xFF)
-                length = np.int64((entry >> LENGTH_SHIFT) & LENGTH_MASK)
-                if escapes and entry >> ESCAPE_SHIFT:
-                    code = code << _u(LITERAL_BITS) | _u(exponents[_u(at + j)])
-                    length += LITERAL_BITS
-                if position >= WORD_BITS:
+            for i in range(at, at + QUAD):
+                entry = _entry(codes, row, exponents[_u(i)])
+                code, length = entry & _BYTE, _length(entry)
+                if escapes and _is_escape(entry):
+                    code = code << _u(LITERAL_BITS) | _u(exponents[_u(i)])
+                    length += _u(LITERAL_BITS)
+                if position >= _32:
                     payload32[_u(word)] = acc >> _32
                     word += LANES
                     acc <<= _32
-                    position -= WORD_BITS
+                    position -= _32
                 position += length
-                acc |= code << _u(64 - position)
+                acc |= code << (_64 - position)
         while word < end:
             payload32[_u(word)] = acc >> _32
             word += LANES
@@ -314,23 +332,19 @@ def _zero_group(payload, slot, slot_bytes, lanes_at):
 
 @_kernel
 def encode_groups(values, geo, codes, shift, payload, payload16, payload32, first, last):
-    """Everything of the groups but what spills: streams, planes, meta words with references of 0."""
+    """All of the groups but what spills: streams, planes, meta words with references of 0."""
     exponents = np.empty(GROUP_BYTES, np.uint8)
-    work = (
-        np.empty(LANES, np.uint64),
-        np.empty(LANES, np.uint64),
-        np.empty(LANES, np.int64),
-        np.empty(LANES, np.int64),
-        np.empty(LANES, np.uint64),
-        np.empty(LANES, np.uint64),
-    )
+    acc, position = np.empty(LANES, np.uint64), np.empty(LANES, np.uint64)
+    current, following = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
+    quad_code, quad_bits = np.empty(LANES, np.uint64), np.empty(LANES, np.uint64)
+    lanes = acc, position, current, following, quad_code, quad_bits
     for group in range(first, last):
         steps = _group_steps(geo, group)
         slot, capacity = _slot(geo, group)
         slot_bytes = capacity * (WORD_BYTES if geo.pooled else WORD_BYTES * LANES)
         lanes_at = geo.lane_offset + LANES * group
         meta_at = geo.meta_offset // WORD_BYTES + group
-        # Whatever the dealing, the values at these places are split here: planes keep the tensor's order.
+        # Planes keep the tensor's order: the values at these places, whichever group codes them.
         start = min(group * geo.steps * STEP_VALUES, geo.num_values)
         stop = min((group + 1) * geo.steps * STEP_VALUES, geo.num_values)
         _split_planes(values, geo, payload, payload16, start, stop)
@@ -345,7 +359,7 @@ def encode_groups(values, geo, codes, shift, payload, payload16, payload32, firs
             continue
         if geo.pooled:
             coded = _encode_pooled(
-                exponents, steps, codes, capacity, payload, payload32, slot, lanes_at, work
+                exponents, steps, codes, capacity, payload, payload32, slot, lanes_at, lanes
             )
             state = STATE_SPILLED | coded if coded < steps else 0
         else:
@@ -358,7 +372,7 @@ def encode_groups(values, geo, codes, shift, payload, payload16, payload32, firs
 
 @_kernel
 def encode_spill(values, geo, payload, payload32, refs, offsets, spill, first, last):
-    """References and chunks of the groups that spilled; ``offsets`` int64: their places in ``spill``."""
+    """References and chunks of the groups that spilled; ``offsets``: their places in ``spill``."""
     exponents = np.empty(GROUP_BYTES, np.uint8)
     for group in range(first, last):
         meta_at = geo.meta_offset // WORD_BYTES + group
@@ -395,7 +409,7 @@ def encode_spill(values, geo, payload, payload32, refs, offsets, spill, first, l
 def measure_groups(values, geo, codes, needs, first, last):
     """``needs``, int32: words that each pooled group takes where nothing spills; constant: 0."""
     exponents = np.empty(GROUP_BYTES, np.uint8)
-    position = np.empty(LANES, np.int64)
+    position = np.empty(LANES, np.uint64)
     for group in range(first, last):
         steps = _group_steps(geo, group)
         _load_exponents(values, geo, group, steps, exponents)
@@ -403,26 +417,28 @@ def measure_groups(values, geo, codes, needs, first, last):
             needs[_u(group)] = 0
             continue
         position[:] = 0
-        handed, literals, row = FIRST_WORDS, 0, 0
+        words, escapes, row = _u(FIRST_WORDS), _u(0), 0
         for step in range(steps):
             if step % SPAN_STEPS == 0:
                 row = _span_shift(exponents, step * STEP_VALUES) << 8
             for lane in range(LANES):
-                if position[_u(lane)] >= WORD_BITS:
-                    position[_u(lane)] -= WORD_BITS
-                    handed += 1
+                used = position[_u(lane)]
+                words += used >> _5
+                used &= _31
                 at = step * STEP_VALUES + lane * QUAD
-                for j in range(QUAD):
-                    entry = codes[_u(row + exponents[_u(at + j)])]
-                    position[_u(lane)] += (entry >> LENGTH_SHIFT) & LENGTH_MASK
-                    literals += entry >> ESCAPE_SHIFT
-        needs[_u(group)] = handed + (literals + WORD_BYTES - 1) // WORD_BYTES
+                for i in range(at, at + QUAD):
+                    entry = _entry(codes, row, exponents[_u(i)])
+                    used += _length(entry)
+                    escapes += _is_escape(entry)
+                position[_u(lane)] = used
+        literal_words = (np.int64(escapes) + WORD_BYTES - 1) // WORD_BYTES
+        needs[_u(group)] = np.int64(words) + literal_words
 
 
 @_inner
-def _decode_pooled(payload, payload32, slot, capacity, lanes_at, table, coded, entries, work):
+def _decode_pooled(payload, payload32, slot, capacity, lanes_at, table, coded, entries, lanes):
     """Table entries of the first ``coded`` steps of a group (section 6); reads stay in the slot."""
-    acc, position = work
+    acc, position = lanes
     base = slot // WORD_BYTES
     last_word = base + capacity - 1
     literal = slot + capacity * WORD_BYTES - 1
@@ -446,19 +462,18 @@ def _decode_pooled(payload, payload32, slot, capacity, lanes_at, table, coded, e
             following += np.int64(asks)
             at = step * STEP_VALUES + lane * QUAD
             for j in range(QUAD):
-                entry = _u(table[_u(row + np.int64(bits >> _56))])
+                entry = _entry(table, row, bits >> _56)
                 entries[_u(at + j)] = entry
-                length = (entry >> _LENGTH_SHIFT) & _LENGTH_MASK
-                bits <<= length
-                used += length
-                escapes |= entry
+                bits <<= _length(entry)
+                used += _length(entry)
+                escapes |= _is_escape(entry)
             acc[_u(lane)] = bits
             position[_u(lane)] = used
-        if escapes >> _ESCAPE_SHIFT:
+        if escapes:
             for j in range(QUAD):
                 for lane in range(LANES):
                     at = step * STEP_VALUES + lane * QUAD + j
-                    if entries[_u(at)] >> ESCAPE_SHIFT:
+                    if _is_escape(_u(entries[_u(at)])):
                         entries[_u(at)] = payload[_u(max(literal, slot))]
                         literal -= 1
 
@@ -483,11 +498,10 @@ def _decode_fixed(payload32, slot, capacity, markers, table, row, entries):
                     if word < end:
                         bits |= _u(payload32[_u(word)]) << used
                     word += LANES
-                entry = _u(table[_u(row + np.int64(bits >> _56))])
-                length = (entry >> _LENGTH_SHIFT) & _LENGTH_MASK
-                bits <<= length
-                used += length
-                if entry >> _ESCAPE_SHIFT:
+                entry = _entry(table, row, bits >> _56)
+                bits <<= _length(entry)
+                used += _length(entry)
+                if _is_escape(entry):
                     entry = bits >> _56
                     bits <<= _u(LITERAL_BITS)
                     used += _u(LITERAL_BITS)
@@ -496,7 +510,7 @@ def _decode_fixed(payload32, slot, capacity, markers, table, row, entries):
 
 @_inner
 def _merge_run(values, geo, payload, payload16, entries, at, first, count):
-    """Write the values ``first`` … from their exponents (``entries``), sign-fractions and low bits."""
+    """Write the values ``first`` … from their exponents (``entries``) and the planes."""
     count = min(max(geo.num_values - first, 0), count)
     signs = geo.sign_fraction_offset
     if geo.dtype_code == BF16:
@@ -506,7 +520,8 @@ def _merge_run(values, geo, payload, payload16, entries, at, first, count):
     elif geo.dtype_code == FP16:
         for i in range(count):
             s = payload[_u(signs + first + i)]
-            values[_u(first + i)] = (s & 0x80) << 8 | (entries[_u(at + i)] & 0x1F) << 10 | (s & 0x7F) << 3
+            e = entries[_u(at + i)] & 0x1F
+            values[_u(first + i)] = (s & 0x80) << 8 | e << 10 | (s & 0x7F) << 3
         for unit in range((count + 7) // 8):
             low = geo.low_offset + 3 * (first // 8 + unit)
             bits = np.int64(payload[_u(low)])
@@ -533,9 +548,9 @@ def _merge_run(values, geo, payload, payload16, entries, at, first, count):
 def decode_groups(
     payload, payload16, payload32, spill, offsets, geo, table, shift, values, first, last
 ):
-    """Values of the groups. ``offsets``, int64: where each group's spilled data begins in ``spill``."""
+    """Values of the groups. ``offsets``, int64: where each group's data begins in ``spill``."""
     entries = np.empty(GROUP_BYTES, np.uint16)
-    work = np.empty(LANES, np.uint64), np.empty(LANES, np.uint64)
+    lanes = np.empty(LANES, np.uint64), np.empty(LANES, np.uint64)
     markers = np.empty(LANES, np.int64)
     for group in range(first, last):
         steps = _group_steps(geo, group)
@@ -557,7 +572,7 @@ def decode_groups(
                     marker = 0
                 markers[:] = marker
                 _decode_pooled(
-                    payload, payload32, slot, capacity, lanes_at, table, marker, entries, work
+                    payload, payload32, slot, capacity, lanes_at, table, marker, entries, lanes
                 )
             else:
                 for lane in range(LANES):

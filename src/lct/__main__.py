@@ -1,0 +1,5 @@
+"""``python -m lct``: the command line."""
+
+from .cli import main
+
+main()

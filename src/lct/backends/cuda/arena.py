@@ -1,0 +1,273 @@
+"""The overflow arena of a CUDA device, and the credit that lets launches never run out of it.
+
+Chunks of 8,192 bytes lie in segments; a bitmap and a counter of free chunks live on the device
+(kernels/arena.cuh). A launch is admitted only while the free chunks that the host knows of cover the
+worst case of every launch in flight: then no launch can fail, and nothing is overwritten that could
+not be stored. The host learns what finished launches really took from a copy of the counters that it
+never waits for in the common case. During CUDA graph capture the host cannot step in: kernels take
+credit on the device, and a group that finds none stays as it was and is counted (``check``).
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...config import arena_limit_bytes
+from ...dtypes import DTYPES
+from ...errors import ArenaExhaustedError
+from ...layout import CHUNK_BYTES, PayloadLayout
+from ...presets import PRESETS
+from . import jit
+
+SEGMENT_CHUNKS = 512
+MAX_CHUNKS = 1 << 20  # 8 GiB of spilled exponents; references have 24 bits
+CONTROL = struct.Struct("<iIIII12xQQ")  # mirrors struct Arena in arena.cuh
+_CONTROL_BYTES = 64
+_BITMAP_BYTES = MAX_CHUNKS // 8
+_SEGMENTS_BYTES = MAX_CHUNKS // SEGMENT_CHUNKS * 8
+# The counters are copied to the host every this many launches: about 12 us of host time each.
+_CHECKPOINT_LAUNCHES = 16
+_BF16 = DTYPES["bfloat16"]
+
+
+@dataclass
+class Counters:
+    """What the device's counters said at some moment."""
+
+    free_chunks: int
+    failed_groups: int
+    taken_total: int
+
+
+@dataclass
+class _Checkpoint:
+    event: torch.cuda.Event
+    pinned: torch.Tensor
+    debited: int  # worst-case chunks of the launches since the checkpoint before
+    sequence: int  # number of the last launch that it covers
+    total_chunks: int  # of the arena then
+
+    def counters(self) -> Counters:
+        free, failed, taken = (int(v) for v in self.pinned[:3])
+        return Counters(free, failed & 0xFFFFFFFF, taken & 0xFFFFFFFF)
+
+
+class Arena:
+    """The arena of one device; ``of(device)`` gives it."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.limit_chunks = max(1, arena_limit_bytes(torch.cuda.get_device_properties(device).total_memory) // CHUNK_BYTES)
+        self.segments: list[torch.Tensor] = []
+        self._lock = threading.RLock()
+        self._control = torch.zeros(
+            _CONTROL_BYTES + _BITMAP_BYTES + _SEGMENTS_BYTES, dtype=torch.uint8, device=torch.device("cuda", device)
+        )
+        self._control[_CONTROL_BYTES : _CONTROL_BYTES + _BITMAP_BYTES] = 0xFF
+        self.pointer = self._control.data_ptr()
+        segment_shift = SEGMENT_CHUNKS.bit_length() - 1
+        head = CONTROL.pack(
+            0, 0, 0, 1, segment_shift, self.pointer + _CONTROL_BYTES + _BITMAP_BYTES, self.pointer + _CONTROL_BYTES
+        )
+        self._control[: CONTROL.size].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        torch.cuda.current_stream(device).synchronize()
+        self._known = Counters(0, 0, 0)
+        self._uncovered = 0
+        self._launches_since = 0
+        self._sequence = 0
+        self._completed_sequence = 0
+        self._checkpoints: deque[_Checkpoint] = deque()
+        self._stream: int | None = None
+        self._spare: list[torch.Tensor] = []
+        self._reported_failures = 0
+
+    # ---- sizes -------------------------------------------------------------------------------
+
+    @property
+    def total_chunks(self) -> int:
+        """Chunks in all segments."""
+        return len(self.segments) * SEGMENT_CHUNKS
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Device memory held: segments, bitmap and tables."""
+        return self._control.nbytes + sum(s.nbytes for s in self.segments)
+
+    def counters(self) -> Counters:
+        """The device's counters now. Synchronises."""
+        free, failed, taken, _, _, _, _ = CONTROL.unpack(bytes(self._control[: CONTROL.size].cpu().numpy()))
+        return Counters(free, failed, taken)
+
+    # ---- credit ------------------------------------------------------------------------------
+
+    def admit(self, chunks: int, stream: int) -> int:
+        """Make sure that a launch on ``stream`` may take ``chunks``; returns the number of the launch.
+
+        Waits only where launches in flight might take all that is free and the arena is at its limit.
+        ArenaExhaustedError, before anything is launched, where the device has no memory to grow it.
+        """
+        with self._lock:
+            if self._stream is not None and stream != self._stream:
+                self._change_stream(stream)
+            self._stream = stream
+            if self._in_flight() + chunks > self._known.free_chunks:
+                self._find_credit(chunks)
+            self._uncovered += chunks
+            self._launches_since += 1
+            self._sequence += 1
+            return self._sequence
+
+    def launched(self) -> None:
+        """Call after the launch: now and then notes a point at which to read the counters."""
+        if self._launches_since >= _CHECKPOINT_LAUNCHES or self._uncovered * 4 > self._known.free_chunks:
+            with self._lock:
+                self._checkpoint()
+
+    def may_have_spilled(self, first: int, last: int, taken_before: int) -> bool:
+        """False where no launch from ``first`` to ``last`` took a chunk, as far as the host knows.
+
+        ``taken_before``: ``known_taken()`` before launch ``first``.
+        """
+        self._poll()
+        return last > self._completed_sequence or self._known.taken_total != taken_before
+
+    def known_taken(self) -> int:
+        """Chunks ever taken, as the host last heard."""
+        return self._known.taken_total
+
+    def _in_flight(self) -> int:
+        return self._uncovered + sum(c.debited for c in self._checkpoints)
+
+    def _find_credit(self, chunks: int) -> None:
+        self._poll()
+        if self._in_flight() + chunks <= self._known.free_chunks:
+            return
+        missing = self._in_flight() + chunks - self._known.free_chunks
+        room = self.limit_chunks - self.total_chunks
+        if missing <= room or not self._in_flight():
+            self._grow(missing)
+            return
+        self._checkpoint()
+        while self._checkpoints and self._in_flight() + chunks > self._known.free_chunks:
+            self._checkpoints[0].event.synchronize()
+            self._poll()
+        missing = self._in_flight() + chunks - self._known.free_chunks
+        if missing > 0:
+            self._grow(missing)
+
+    def _grow(self, chunks: int) -> None:
+        for _ in range(-(-chunks // SEGMENT_CHUNKS)):
+            if self.total_chunks + SEGMENT_CHUNKS > MAX_CHUNKS:
+                raise ArenaExhaustedError(f"the arena holds at most {MAX_CHUNKS} chunks; nothing was overwritten")
+            try:
+                segment = torch.empty(
+                    SEGMENT_CHUNKS * CHUNK_BYTES, dtype=torch.uint8, device=torch.device("cuda", self.device)
+                )
+            except torch.cuda.OutOfMemoryError as error:
+                raise ArenaExhaustedError(
+                    f"the overflow arena needs {chunks} more chunks of {CHUNK_BYTES} bytes and the device has no "
+                    f"memory for them; nothing was overwritten ({error})"
+                ) from error
+            args = jit.Args(dense=segment.data_ptr(), arena=self.pointer)
+            args.first_group, args.end_group = len(self.segments), SEGMENT_CHUNKS
+            kernel = jit.load("grow_arena", PRESETS["pooled"], _BF16, self.device)
+            stream = self._stream if self._stream is not None else torch.cuda.current_stream(self.device).cuda_stream
+            jit.launch(kernel, args, 1, 0, stream)
+            self.segments.append(segment)
+            self._known.free_chunks += SEGMENT_CHUNKS
+
+    def reserve(self, size_bytes: int) -> None:
+        """Grow to at least ``size_bytes`` of chunks, for captured graphs."""
+        with self._lock:
+            if self._stream is None:
+                self._stream = torch.cuda.current_stream(self.device).cuda_stream
+            missing = -(-size_bytes // CHUNK_BYTES) - self.total_chunks
+            if missing > 0:
+                self._grow(missing)
+
+    def check(self) -> None:
+        """Raise ArenaExhaustedError if a captured launch found no room. Synchronises."""
+        failed = self.counters().failed_groups
+        if failed != self._reported_failures:
+            new, self._reported_failures = failed - self._reported_failures, failed
+            raise ArenaExhaustedError(
+                f"{new} groups found no room in the arena of cuda:{self.device} during graph replay and kept their "
+                "old values: reserve more with lct.reserve_arena(size_bytes) before capture"
+            )
+
+    # ---- checkpoints -------------------------------------------------------------------------
+
+    def _checkpoint(self) -> None:
+        if not self._launches_since or self._stream is None:
+            return
+        stream = self._torch_stream(self._stream)
+        with torch.cuda.stream(stream):
+            pinned = self._spare.pop() if self._spare else torch.empty(4, dtype=torch.int32, pin_memory=True)
+            pinned.copy_(self._control[:16].view(torch.int32), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        self._checkpoints.append(_Checkpoint(event, pinned, self._uncovered, self._sequence, self.total_chunks))
+        self._uncovered = self._launches_since = 0
+
+    def _poll(self) -> None:
+        with self._lock:
+            while self._checkpoints and self._checkpoints[0].event.query():
+                done = self._checkpoints.popleft()
+                self._known = done.counters()
+                self._known.free_chunks += self.total_chunks - done.total_chunks
+                self._completed_sequence = done.sequence
+                self._spare.append(done.pinned)
+
+    def _change_stream(self, stream: int) -> None:
+        """Order the arena's launches across streams, so that one set of counters describes them all."""
+        self._checkpoint()
+        if self._checkpoints:
+            self._torch_stream(stream).wait_event(self._checkpoints[-1].event)
+
+    def _torch_stream(self, stream: int) -> Any:
+        if not stream:
+            return torch.cuda.default_stream(self.device)
+        return torch.cuda.ExternalStream(stream, device=self.device)
+
+    # ---- chunks ------------------------------------------------------------------------------
+
+    def release(self, payload: torch.Tensor, layout: PayloadLayout, template: jit.Args, stream: int) -> None:
+        """Give the chunks of ``payload`` back, in the order of ``stream``."""
+        args = jit.Args.from_buffer_copy(template)
+        args.payload, args.arena, args.end_group = payload.data_ptr(), self.pointer, layout.num_groups
+        kernel = jit.load("release_chunks", PRESETS["pooled"], _BF16, self.device)
+        jit.launch(kernel, args, -(-layout.num_groups // 256), 0, stream)
+
+    def gather(self, chunks: torch.Tensor) -> torch.Tensor:
+        """Contents of ``chunks`` (int64, on the host), uint8 (len, 8192) on the host. Synchronises."""
+        out = torch.empty(len(chunks), CHUNK_BYTES, dtype=torch.uint8)
+        for number, segment in enumerate(self.segments):
+            mine = (chunks // SEGMENT_CHUNKS == number).nonzero().flatten()
+            if len(mine):
+                rows = (chunks[mine] % SEGMENT_CHUNKS).to(segment.device)
+                out[mine] = segment.view(-1, CHUNK_BYTES).index_select(0, rows).cpu()
+        return out
+
+
+_arenas: dict[int, Arena] = {}
+_arenas_lock = threading.Lock()
+
+
+def of(device: int) -> Arena:
+    """The arena of CUDA device ``device``, made at first use."""
+    found = _arenas.get(device)
+    if found is None:
+        with _arenas_lock:
+            found = _arenas.setdefault(device, Arena(device))
+    return found
+
+
+def existing() -> dict[int, Arena]:
+    """Arenas that exist, by device."""
+    return dict(_arenas)

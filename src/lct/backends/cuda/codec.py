@@ -1,0 +1,281 @@
+"""Encode and decode on CUDA: payloads and launches around the kernels in kernels/.
+
+Tensors are dense, contiguous and on one CUDA device; launches go to torch's current stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...codebook import BANK_ROWS
+from ...dtypes import UPCAST
+from ...errors import ArenaExhaustedError
+from ...layout import (
+    CHUNK_BYTES,
+    HEADER_BYTES,
+    MARKER_MASK,
+    REF_MASK,
+    STATE_SHIFT,
+    STATE_SPILLED,
+    STATE_WIDE,
+    WORD_BYTES,
+    PayloadLayout,
+)
+from ...presets import LANES, STEP_VALUES
+from . import arena as arenas
+from . import jit
+
+NO_BOOK = 0xFFFFFFFF
+CAPTURED = 1 << 62  # launch number of captured launches: the host never learns that they are done
+_ENCODE_TABLE_BYTES = jit.PAIR_WORDS * WORD_BYTES
+_STAGE_BYTES = 4 * LANES * 8  # a warp's stage: 4 quads a lane
+_DECODE_TABLE_BYTES = 256 * WORD_BYTES
+_RAW_STREAM = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
+
+
+def current_stream(device: int) -> int:
+    """torch's current stream on ``device``, as the driver's handle. Asked for at each call."""
+    return _RAW_STREAM(device) if _RAW_STREAM else torch.cuda.current_stream(device).cuda_stream
+
+
+def on_device(device: int) -> Any:
+    """Context in which ``device`` is current; free where it is already."""
+    return contextlib.nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
+
+
+def template(layout: PayloadLayout) -> jit.Args:
+    """The part of the launch argument that depends on the layout alone; kept with the layout."""
+    found = layout.__dict__.get("_cuda_args")
+    if found is None:
+        tail_words = layout.tail_capacity_words if layout.tail_steps else layout.capacity_words
+        found = jit.Args(
+            num_values=layout.num_values,
+            sign_fraction_offset=layout.sign_fraction_offset,
+            low_offset=layout.low_offset,
+            lane_offset=layout.lane_offset,
+            meta_offset=layout.meta_offset,
+            tail_slot_offset=layout.slot_offset(layout.full_groups),
+            size_bytes=layout.size_bytes,
+            end_group=layout.num_groups,
+            num_groups=layout.num_groups,
+            full_groups=layout.full_groups,
+            tail_steps=layout.tail_steps,
+            capacity=layout.capacity_words,
+            tail_capacity=tail_words,
+            book=NO_BOOK,
+        )
+        header = np.frombuffer(layout.pack_header(0, 0), np.uint32)
+        found.header = (ctypes.c_uint32 * 4)(*(int(v) for v in header))
+        layout.__dict__["_cuda_args"] = found
+    return found
+
+
+class Lease:
+    """A payload's claim on chunks of its device's arena; gives them back when it is dropped."""
+
+    __slots__ = ("arena", "first", "last", "layout", "payload", "taken_before")
+
+    def __init__(self, payload: torch.Tensor, layout: PayloadLayout) -> None:
+        self.arena = arenas.of(payload.device.index)
+        self.payload = payload
+        self.layout = layout
+        self.taken_before = self.arena.known_taken()
+        self.first = self.last = 0
+
+    def note(self, sequence: int) -> None:
+        """Launch ``sequence`` writes the payload."""
+        self.first = self.first or sequence
+        self.last = sequence
+
+    def __del__(self) -> None:
+        # At interpreter exit torch is half gone; the process's memory goes with it.
+        if sys is None or sys.is_finalizing() or not self.last:
+            return
+        if self.arena.may_have_spilled(self.first, self.last, self.taken_before):
+            device = self.payload.device.index
+            with on_device(device):
+                self.arena.release(self.payload, self.layout, template(self.layout), current_stream(device))
+
+
+def lease(payload: torch.Tensor, layout: PayloadLayout) -> Lease:
+    """A lease for a payload that holds no chunks yet."""
+    return Lease(payload, layout)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a copy where its first value is not at a multiple of 16 bytes (kernels' vector loads)."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def encode(
+    dense: torch.Tensor,
+    layout: PayloadLayout,
+    candidates: tuple[int, ...],
+    into: Any = None,
+    *,
+    shift: int = 0,
+) -> tuple[torch.Tensor, Lease]:
+    """(payload, lease) of ``dense``; ``into`` (payload and spill of the same layout) is written in place.
+
+    Does not wait for the device. One candidate of a pooled layout, or one and a ``shift``, needs no sample.
+    """
+    device = dense.device.index
+    with on_device(device):
+        # A wide group's chunks are not reused in place, so an upcast payload is always a new one.
+        if into is None or layout.dtype is UPCAST:
+            payload = torch.empty(layout.size_bytes, dtype=torch.uint8, device=dense.device)
+            held = Lease(payload, layout)
+            fresh = 1
+        else:
+            payload, held, fresh = into.payload, into.spill, 0
+        if layout.is_raw:
+            header = np.frombuffer(layout.pack_header(0, 0), np.uint8)
+            payload[:HEADER_BYTES].copy_(torch.from_numpy(header.copy()), non_blocking=True)
+            payload[HEADER_BYTES:].copy_(dense.reshape(-1).view(torch.uint8))
+            return payload, held
+        dense = aligned(dense)
+        args = jit.Args.from_buffer_copy(template(layout))
+        args.payload, args.dense = payload.data_ptr(), dense.data_ptr()
+        args.tables = jit.device_tables(device).data_ptr()
+        args.fresh = fresh
+        args.arena = held.arena.pointer
+        stream = current_stream(device)
+        preset, dtype = layout.preset, layout.dtype
+        if len(candidates) == 1 and (preset.pooled or shift):
+            args.book = candidates[0]
+            args.header[0] |= candidates[0] << 24
+            args.header[1] |= shift
+        else:
+            args.candidates = sum(1 << b for b in candidates)
+            jit.launch(jit.load("select_book", preset, dtype, device), args, 1, 0, stream)
+        kernel = jit.load("pooled_encode" if preset.pooled else "fixed_encode", preset, dtype, device)
+        words = layout.capacity_words * (1 if preset.pooled else LANES)
+        shared = _ENCODE_TABLE_BYTES + kernel.warps * (_STAGE_BYTES + words * WORD_BYTES)
+        launch_with_credit(kernel, args, args, held.arena, (held,), layout.chunks_per_group, shared, stream)
+    return payload, held
+
+
+def launch_with_credit(
+    kernel: jit.Loaded,
+    args: ctypes.Structure,
+    groups: jit.Args,
+    arena: arenas.Arena,
+    leases: tuple[Lease, ...],
+    worst_chunks: int,
+    shared_bytes: int,
+    stream: int,
+) -> None:
+    """Launch over all groups, in pieces that the arena's limit covers at worst (arena.py).
+
+    ``groups``: the part of ``args`` that says which groups a launch takes. ``worst_chunks`` a group.
+    """
+    count = groups.num_groups
+    if torch.cuda.is_current_stream_capturing():
+        if not arena.total_chunks:
+            raise ArenaExhaustedError(
+                "the arena must hold chunks before a graph is captured: run the code once before capture, or call "
+                "lct.reserve_arena(size_bytes)"
+            )
+        groups.reserve = 1
+        for held in leases:
+            held.note(CAPTURED)
+        jit.launch(kernel, args, -(-count // kernel.warps), shared_bytes, stream)
+        return
+    piece = count
+    if piece * worst_chunks > arena.limit_chunks:
+        piece = max(arena.limit_chunks // 2 // worst_chunks, kernel.warps)
+    for first in range(0, count, piece):
+        end = min(first + piece, count)
+        sequence = arena.admit((end - first) * worst_chunks, stream)
+        for held in leases:
+            held.note(sequence)
+        groups.first_group, groups.end_group = first, end
+        jit.launch(kernel, args, -(-(end - first) // kernel.warps), shared_bytes, stream)
+        arena.launched()
+
+
+def decode(payload: torch.Tensor, layout: PayloadLayout, out: torch.Tensor) -> torch.Tensor:
+    """Decode into ``out`` (contiguous); returns it. Does not wait for the device."""
+    if layout.is_raw:
+        return out.copy_(payload[HEADER_BYTES:].view(out.dtype).view(out.shape))
+    device = payload.device.index
+    with on_device(device):
+        target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
+        args = jit.Args.from_buffer_copy(template(layout))
+        args.payload, args.dense = payload.data_ptr(), target.data_ptr()
+        args.tables = jit.device_tables(device).data_ptr()
+        args.arena = arenas.of(device).pointer
+        pooled = layout.preset.pooled
+        kernel = jit.load("pooled_decode" if pooled else "fixed_decode", layout.preset, layout.dtype, device)
+        words = layout.capacity_words * (1 if pooled else LANES)
+        shared = _DECODE_TABLE_BYTES + kernel.warps * words * WORD_BYTES
+        jit.launch(kernel, args, -(-layout.num_groups // kernel.warps), shared, current_stream(device))
+        if target is not out:
+            out.copy_(target)
+    return out
+
+
+def group_needs(dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]) -> np.ndarray:
+    """Words that each pooled group needs, int32 (num_groups,). Synchronises."""
+    device = dense.device.index
+    with on_device(device):
+        dense = aligned(dense)
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=dense.device)
+        needs = torch.empty(layout.num_groups, dtype=torch.int32, device=dense.device)
+        args = jit.Args.from_buffer_copy(template(layout))
+        args.payload, args.dense = header.data_ptr(), dense.data_ptr()
+        args.tables = jit.device_tables(device).data_ptr()
+        args.candidates = sum(1 << b for b in candidates)
+        stream = current_stream(device)
+        jit.launch(jit.load("select_book", layout.preset, layout.dtype, device), args, 1, 0, stream)
+        kernel = jit.load("pooled_needs", layout.preset, layout.dtype, device)
+        jit.launch(kernel, args, -(-layout.num_groups // kernel.warps), 0, stream, extra=needs.data_ptr())
+        return needs.cpu().numpy()
+
+
+def to_canonical(payload: torch.Tensor, layout: PayloadLayout) -> tuple[np.ndarray, np.ndarray]:
+    """(payload, spill) with references as ordinals, uint8 on the host. Synchronises."""
+    host = payload.cpu().numpy().copy()
+    meta = host[layout.meta_offset :][: WORD_BYTES * layout.num_groups].view(np.uint32)
+    state = meta >> STATE_SHIFT
+    groups = np.flatnonzero((state & STATE_SPILLED != 0) | (state == STATE_WIDE))
+    if not len(groups):
+        return host, np.empty(0, np.uint8)
+    references: list[int] = []
+    slots: dict[int, np.ndarray] = {}
+    for group in groups:
+        references.append(int(meta[group] & REF_MASK))
+        if state[group] == STATE_WIDE:
+            slots[group] = host[layout.slot_offset(int(group)) :][: 2 * WORD_BYTES].view(np.uint32)
+            references += [int(v) for v in slots[group]]
+    chunks = arenas.of(payload.device.index).gather(torch.tensor(references)).numpy()
+    parts: list[np.ndarray] = []
+    ordinal = 0
+    for group in groups:
+        steps = layout.group_steps(int(group))
+        data = chunks[ordinal][: steps * STEP_VALUES].reshape(steps, LANES, -1)
+        meta[group] = (int(meta[group]) & ~REF_MASK) | ordinal
+        if state[group] == STATE_WIDE:
+            slots[group][:] = ordinal + 1, ordinal + 2
+            halves = np.concatenate([chunks[ordinal + 1], chunks[ordinal + 2]])[: steps * STEP_VALUES * 2]
+            parts += [data.reshape(-1), halves]
+            ordinal += 3
+            continue
+        if layout.preset.pooled:
+            coded = np.arange(steps)[:, None] < int(state[group]) & MARKER_MASK
+        else:
+            markers = host[layout.lane_offset + LANES * int(group) :][:LANES]
+            coded = np.arange(steps)[:, None] < markers[None, :]
+        parts.append(np.where(coded[:, :, None], 0, data).reshape(-1).astype(np.uint8))
+        ordinal += 1
+    return host, np.concatenate(parts)
+
+
+assert len(BANK_ROWS) <= 32, "candidates are a 32-bit mask"
+assert CHUNK_BYTES == 64 * STEP_VALUES

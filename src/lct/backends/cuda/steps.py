@@ -1,0 +1,80 @@
+"""Fused optimizer steps on compressed parameters and state: one pass, in place (kernels/step.cuh)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from ...layout import WORD_BYTES, PayloadLayout
+from ...presets import LANES
+from . import jit
+from .arena import Arena
+from .codec import aligned, current_stream, launch_with_credit, on_device, template
+
+# Decoding and pair tables of parameter and state; a warp's stages.
+_TABLE_BYTES = 2 * (256 + jit.PAIR_WORDS) * WORD_BYTES
+_STAGE_BYTES = 2 * 4 * LANES * 8
+ROUNDINGS = {"single": 0, "foreach": 0, "fused": 1}
+
+
+class SgdArgs(ctypes.Structure):
+    """The argument of ``sgd_step``; mirrors ``struct StepArgs`` in sgd_update.cuh."""
+
+    _fields_ = [
+        ("param", jit.Args),
+        ("state", jit.Args),
+        *[(name, ctypes.c_uint64) for name in ("grad", "grad_scale", "found_inf")],
+        *[(name, ctypes.c_double) for name in ("lr", "momentum", "dampening_left", "weight_decay")],
+        *[(name, ctypes.c_uint32) for name in ("nesterov", "maximize")],
+    ]
+
+
+def sgd(
+    param: Any,
+    param_layout: PayloadLayout,
+    state: Any,
+    state_layout: PayloadLayout,
+    grad: torch.Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    rounding: str,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """SGD with an existing momentum buffer on pooled BF16 payloads of equal size; ``grad`` is dense BF16.
+
+    Bits as torch's ``rounding`` path gives them. Does not wait for the device.
+    """
+    device = grad.device.index
+    with on_device(device):
+        grad = aligned(grad.contiguous())
+        tables = jit.device_tables(device).data_ptr()
+        args = SgdArgs(
+            param=template(param_layout),
+            state=template(state_layout),
+            grad=grad.data_ptr(),
+            grad_scale=grad_scale.data_ptr() if grad_scale is not None else 0,
+            found_inf=found_inf.data_ptr() if found_inf is not None else 0,
+            lr=lr,
+            momentum=momentum,
+            dampening_left=1 - dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+        )
+        for part, stored in ((args.param, param), (args.state, state)):
+            part.payload, part.tables, part.arena = stored.payload.data_ptr(), tables, stored.spill.arena.pointer
+        kernel = jit.load("sgd_step", param_layout.preset, param_layout.dtype, device, ROUNDINGS[rounding])
+        words = 2 * (param_layout.capacity_words + state_layout.capacity_words)
+        shared = _TABLE_BYTES + kernel.warps * (_STAGE_BYTES + words * WORD_BYTES)
+        arena: Arena = param.spill.arena
+        launch_with_credit(
+            kernel, args, args.param, arena, (param.spill, state.spill), 2, shared, current_stream(device)
+        )

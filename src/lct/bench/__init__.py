@@ -1,0 +1,1 @@
+"""Benchmarks: one timing harness, and what it measures. Uses the public API only."""

@@ -1,0 +1,243 @@
+"""Pictures of the figures that the commands print. Drawn without a display."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..atomic import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_BARS = 40
+STYLE: dict[Any, Any] = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "font.size": 9,
+    "legend.frameon": False,
+}
+# Okabe and Ito's palette: told apart by colour-blind readers too.
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+
+
+def _figure(width: float, height: float, columns: int) -> tuple[Figure, list[Axes]]:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update(STYLE)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    return figure, list(axes)
+
+
+def check_suffix(path: Path | None) -> None:
+    """ValueError unless the suffix of ``path`` names a format. Called before the work."""
+    if path is None:
+        return
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lstrip(".") not in formats:
+        raise ValueError(
+            f"suffix of a picture must be one of {', '.join(formats)}, got {str(path)!r}"
+        )
+
+
+def _save(figure: Figure, path: Path) -> None:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=path.suffix.lstrip("."), dpi=150)
+    with atomic_write(path) as file:
+        file.write(buffer.getvalue())
+
+
+def plot_inspection(
+    path: Path, title: str, tensors: Sequence[tuple[str, float, int]], total_ratio: float
+) -> None:
+    """Ratio by tensor (name, ratio, dense bytes): bars for a few, and how the bytes are spread."""
+    largest = sorted(tensors, key=lambda item: -item[2])[:MAX_BARS]
+    figure, (bars, spread) = _figure(12, max(3.5, 0.9 + 0.17 * len(largest)), 2)
+    names = [name if len(name) <= 48 else f"…{name[-47:]}" for name, _, _ in largest]
+    bars.barh(range(len(largest)), [ratio for _, ratio, _ in largest], color=COLORS[0])
+    bars.set_yticks(range(len(largest)), names, fontsize=7)
+    bars.set_ylim(len(largest) - 0.4, -0.6)
+    bars.axvline(total_ratio, color=COLORS[5], linestyle="--")
+    more = f", {len(largest)} largest of {len(tensors)}" if len(largest) < len(tensors) else ""
+    title_of_bars = f"Ratio by tensor{more} (dashed: whole file, {total_ratio:.4f})"
+    bars.set(xlabel="dense bytes ÷ stored bytes", title=title_of_bars)
+    bars.grid(visible=False, axis="y")
+    sizes = [size / 1e6 for _, _, size in tensors]
+    spread.hist([ratio for _, ratio, _ in tensors], bins=40, weights=sizes, color=COLORS[2])
+    spread.set(xlabel="dense bytes ÷ stored bytes", ylabel="dense MB", title="Bytes by ratio")
+    figure.suptitle(title)
+    _save(figure, path)
+
+
+def plot_distributions(
+    path: Path, distributions: Sequence[dict[str, Any]], mismatch: Sequence[dict[str, Any]]
+) -> None:
+    """Bits per exponent by phase of the scale, and over the mismatch of the shift."""
+    figure, (by_phase, by_octave) = _figure(12, 4.5, 2)
+    families = list(dict.fromkeys(row["distribution"] for row in distributions))
+    for color, family in zip(COLORS, families, strict=False):
+        rows = [row for row in distributions if row["distribution"] == family]
+        phases = [row["phase"] for row in rows]
+        lines = (("entropy_bits", ":"), ("huffman_bits", "--"), ("book_bits", "-"))
+        for key, style in lines:
+            label = family if key == "book_bits" else None
+            by_phase.plot(phases, [row[key] for row in rows], style, color=color, label=label)
+        missed = [row for row in mismatch if row["distribution"] == family]
+        octaves = [row["octaves"] for row in missed]
+        by_octave.plot(
+            octaves, [row["book_bits"] for row in missed], "o-", color=color, label=family
+        )
+    for style, name in ((":", "entropy"), ("--", "Huffman"), ("-", "book")):
+        by_phase.plot([], [], style, color="grey", label=name)
+    by_phase.set(
+        xlabel="phase of the scale (octaves)", ylabel="bits per exponent", title="Cost by phase"
+    )
+    by_octave.set(
+        xlabel="values larger than the shift fits (octaves)",
+        ylabel="bits per exponent",
+        title="Cost of a shift that misses the scale",
+    )
+    by_octave.axhline(8, color="grey", linewidth=0.8, linestyle="--")
+    by_phase.legend(ncols=2)
+    by_octave.legend()
+    _save(figure, path)
+
+
+def plot_tensor_costs(path: Path, tensors: Sequence[dict[str, Any]]) -> None:
+    """Bits per exponent by tensor, the largest ones: entropy, Huffman, book, allocated."""
+    rows = sorted(tensors, key=lambda row: -row["num_values"])[:MAX_BARS]
+    figure, (axes,) = _figure(9, max(3.5, 1.2 + 0.2 * len(rows)), 1)
+    names = [
+        row["name"] if row["name"] == row["file"] else f"{row['file']}: {row['name']}"
+        for row in rows
+    ]
+    places = range(len(rows))
+    series = (
+        ("entropy of the tensor", [row["entropy_bits"] for row in rows], "|"),
+        ("own Huffman code", [row["huffman_bits"] for row in rows], "x"),
+        ("best book, shift per 256 values", [row["book_bits"] for row in rows], "o"),
+        (
+            "allocated (pooled, exact)",
+            [row["allocations"]["pooled, exact"]["allocated_bits"] for row in rows],
+            "s",
+        ),
+    )
+    for color, (label, bits, marker) in zip(COLORS, series, strict=False):
+        axes.plot(bits, places, marker, color=color, label=label, linestyle="none", markersize=6)
+    axes.set_yticks(
+        places, [name if len(name) <= 48 else f"…{name[-47:]}" for name in names], fontsize=7
+    )
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set(xlabel="bits per exponent", title="Cost by tensor")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.03), ncols=2)
+    _save(figure, path)
+
+
+def plot_codec(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Time over a copy's at phase 0 by size and layout, and ratio by phase or file."""
+    layouts = list(dict.fromkeys(row["layout"] for row in rows))
+    sizes = list(dict.fromkeys(row["num_values"] for row in rows if row.get("phase") == 0))
+    figure, (times, ratios) = _figure(13, 4.8, 2)
+    labels = [f"{name} {what}" for name in layouts for what in ("encode", "decode")]
+    for number, size in enumerate(sizes):
+        chosen = {
+            row["layout"]: row
+            for row in rows
+            if row.get("phase") == 0 and row["num_values"] == size
+        }
+        heights = [
+            chosen[name][f"{what}_over_copy"] for name in layouts for what in ("encode", "decode")
+        ]
+        width = 0.8 / len(sizes)
+        places = [i + (number - (len(sizes) - 1) / 2) * width for i in range(len(labels))]
+        times.bar(
+            places, heights, width, color=COLORS[number % len(COLORS)], label=f"{size:,} values"
+        )
+    times.axhline(1, color="black", linewidth=0.8)
+    times.set_xticks(range(len(labels)), labels, rotation=35, ha="right")
+    times.set(ylabel="time ÷ time of a copy", title="Gaussian, phase 0")
+    times.grid(visible=False, axis="x")
+    times.legend()
+    smallest = min(sizes, default=0)
+    gaussians = [row for row in rows if "phase" in row and row["num_values"] == smallest]
+    files = [row for row in rows if "phase" not in row]
+    names = list(
+        dict.fromkeys(
+            [*(f"phase {row['phase']}" for row in gaussians), *(_file_label(r) for r in files)]
+        )
+    )
+    for color, layout in zip(COLORS, layouts, strict=False):
+        points = {
+            f"phase {row['phase']}": row["ratio"] for row in gaussians if row["layout"] == layout
+        }
+        points |= {_file_label(row): row["ratio"] for row in files if row["layout"] == layout}
+        ratios.plot(
+            [names.index(name) for name in points],
+            list(points.values()),
+            "o",
+            color=color,
+            label=layout,
+        )
+    ratios.set_xticks(
+        range(len(names)), names, rotation=60 if len(names) > 10 else 35, ha="right", fontsize=7
+    )
+    ratios.set(ylabel="dense bytes ÷ allocated bytes", title="Ratio")
+    ratios.legend()
+    _save(figure, path)
+
+
+def _file_label(row: dict[str, Any]) -> str:
+    name = f"{row['input']}: {row['tensor']}" if "tensor" in row else str(row["input"])
+    return name if len(name) <= 40 else f"…{name[-39:]}"
+
+
+def plot_step_memory(
+    path: Path, timelines: Mapping[str, Sequence[tuple[float, int]]], peaks: Mapping[str, int]
+) -> None:
+    """Bytes of live tensors over one training step, without LCT and with it.
+
+    ``timelines``: (place, bytes) by run; place 0–1 is forward, 1–2 backward, 2–3 the optimizer.
+    """
+    figure, (axes,) = _figure(9, 5, 1)
+    labels = {"dense": "without LCT", "lct": "with LCT"}
+    runs = [
+        (labels[name], color, timelines[name], peaks[name])
+        for name, color in zip(labels, COLORS[1::-1], strict=True)
+    ]
+    for label, color, points, peak in runs:
+        places = [place for place, _ in points]
+        sizes = [size / 1e6 for _, size in points]
+        axes.plot(places, sizes, color=color, drawstyle="steps-post", label=label, linewidth=1.4)
+        axes.fill_between(places, sizes, step="post", color=color, alpha=0.15)
+        axes.axhline(peak / 1e6, color=color, linestyle="--", linewidth=0.9)
+        axes.annotate(
+            f"peak {label}: {peak / 1e6:,.1f} MB",
+            (2.98, peak / 1e6),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            color=color,
+            fontweight="bold",
+        )
+    saved = 1 - peaks["lct"] / peaks["dense"]
+    for border in (1, 2):
+        axes.axvline(border, color="grey", linewidth=0.8)
+    axes.set_xticks([0.5, 1.5, 2.5], ["forward", "backward", "optimizer step"])
+    axes.tick_params(axis="x", length=0)
+    axes.grid(visible=False, axis="x")
+    axes.set(
+        xlim=(0, 3),
+        ylim=(0, 1.12 * max(peak for *_, peak in runs) / 1e6),
+        ylabel="MB",
+        title=f"Live tensors over one training step: {saved:.1%} off the peak",
+    )
+    _save(figure, path)

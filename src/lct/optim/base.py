@@ -1,0 +1,136 @@
+"""What optimizers with compressed state share: which state is compressed, and plain checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+
+from ..dtypes import DTYPES
+from ..nn.compressed_weight import CompressedWeight
+from ..nn.strides import memory_order
+from ..ops import SUPPORTED_DEVICES
+from ..tensor import CompressedTensor, encode
+
+Rounding = Literal["single", "foreach", "fused"]
+_DTYPES = {getattr(torch, name) for name in DTYPES}
+_DENSE_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def has_compressible_state(param: torch.Tensor) -> bool:
+    """True for weights as ``lct.compress_`` takes them, compressed or dense."""
+    return (
+        param.dim() >= 2
+        and param.dtype in _DTYPES
+        and param.device.type in SUPPORTED_DEVICES
+        and type(param) in (*_DENSE_TYPES, CompressedWeight)
+    )
+
+
+def compress_state(
+    param: torch.Tensor, value: torch.Tensor, into: CompressedTensor | None = None
+) -> torch.Tensor | CompressedTensor:
+    """``value`` (state of ``param``'s shape) compressed, in ``into``'s place where given.
+
+    As it is where its memory is not laid out like the parameter's, or compressing does not pay.
+    """
+    if value.dtype not in _DTYPES or value.layout != torch.strided:
+        return value
+    flat = value if value.is_contiguous() else memory_order(value)
+    if flat is None or value.stride() != param.stride():
+        return value
+    if into is not None and into.shape == flat.shape and not into.layout.is_raw:
+        return into.encode_(flat)
+    # Measured once, with the one synchronisation of a parameter's first step.
+    stored = encode(flat, capacity="exact")
+    return value if stored.layout.is_raw else stored
+
+
+def decode_state(param: torch.Tensor, value: Any) -> Any:
+    """The plain tensor of a compressed state of ``param``; anything else as it is."""
+    if not isinstance(value, CompressedTensor):
+        return value
+    dense = value.decode()
+    return dense if dense.shape == param.shape else dense.as_strided(param.shape, param.stride())
+
+
+def choose_rounding(
+    params: list[torch.Tensor], foreach: bool | None, fused: bool | None
+) -> Rounding:
+    """The implementation that torch would take if ``params`` were dense."""
+    if foreach is None and fused is None:
+        devices = _get_foreach_kernels_supported_devices()
+        types = (*_DENSE_TYPES, CompressedWeight)
+        foreach = all(type(p) in types and p.device.type in devices for p in params)
+    if foreach:
+        return "foreach"
+    return "fused" if fused else "single"
+
+
+class CompressedState(torch.optim.Optimizer):
+    """Mix-in before a torch optimizer: state of weights is held as ``CompressedTensor``.
+
+    ``state_dict`` gives plain tensors under torch's keys and ``load_state_dict`` takes them, so
+    that checkpoints go both ways between this optimizer and torch's.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Torch's, with an error where a group has a parameter twice: it would be stepped twice."""
+        params = param_group.get("params") if isinstance(param_group, dict) else None
+        if isinstance(params, (list, tuple)):
+            self._check_unique(params)
+        elif params is not None and not isinstance(params, (torch.Tensor, set)):
+            param_group["params"] = params = list(params)
+            self._check_unique(params)
+        super().add_param_group(param_group)
+
+    def _check_unique(self, params: Any) -> None:
+        tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+        repeated = len(tensors) - len({id(p) for p in tensors})
+        if repeated:
+            raise ValueError(
+                f"a parameter group must have each parameter once, got {len(tensors)} parameters "
+                f"of which {repeated} repeat another"
+            )
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's ``state_dict``: plain tensors, decoded, under torch's keys."""
+        handle = self.register_state_dict_post_hook(_decode_states, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a ``state_dict`` of this optimizer or of torch's, and compress it."""
+        handle = self.register_load_state_dict_post_hook(_compress_states, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+
+def _decode_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    params: dict[int, torch.Tensor] = {}
+    for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        params.update(zip(packed["params"], group["params"], strict=True))
+    state = state_dict["state"]
+    for key, values in state.items():
+        if key in params:
+            # New dictionaries: these are the optimizer's own.
+            state[key] = {name: decode_state(params[key], v) for name, v in values.items()}
+
+
+def _compress_states(optimizer: torch.optim.Optimizer) -> None:
+    for param, values in optimizer.state.items():
+        if isinstance(param, torch.Tensor) and has_compressible_state(param):
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                    values[name] = compress_state(param, value)
+
+
+Closure = Callable[[], Any]

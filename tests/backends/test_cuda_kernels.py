@@ -1,0 +1,54 @@
+"""Every kernel compiles for every architecture, without a GPU, and keeps its registers."""
+
+import pytest
+
+pytest.importorskip("cuda.core", reason="needs cuda-core, which pip install lct-torch[cuda] brings")
+
+from lct.backends.cuda import jit, steps
+from lct.codebook import ESC, MAX_LENGTH, ZERO, bank
+from lct.errors import LctError
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arch", jit.ARCHITECTURES)
+def test_every_kernel_compiles_without_spills(arch: str) -> None:
+    for kernel, preset, dtype, rounding in jit.variants():
+        code, used = jit.compile_kernel(kernel, preset, dtype, arch, rounding)
+        name = f"{kernel.entry} {preset.name} {dtype.name}({dtype.code}) rounding {rounding} {arch}"
+        assert code[:4] == b"\x7fELF", name
+        assert (used.spill_bytes, used.stack_bytes) == (0, 0), f"{name}: {used}"
+
+
+def test_broken_kernel_names_source_and_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "source", lambda *_: "this is no kernel;")
+    kernel, preset, dtype, rounding = jit.variants()[0]
+    with pytest.raises(LctError, match=r"pooled_encode\.cu .* does not compile for sm_90"):
+        jit.compile_kernel(kernel, preset, dtype, "sm_90", rounding)
+
+
+def test_argument_structures_match_the_kernels() -> None:
+    common = (jit.KERNEL_DIR / "common.cuh").read_text()
+    body = common.split("struct Args {")[1].split("};")[0]
+    order = [name for name, _ in jit.Args._fields_]
+    positions = [body.index(name) for name in order]
+    assert positions == sorted(positions)
+    body = (jit.KERNEL_DIR / "sgd_update.cuh").read_text().split("struct StepArgs {")[1].split("};")[0]
+    positions = [body.index(name) for name, _ in steps.SgdArgs._fields_]
+    assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize("book", bank(), ids=lambda b: b.name)
+def test_tables_agree_with_the_book(book) -> None:
+    tables = jit.codebook_tables(book)
+    assert len(tables) == jit.TABLE_WORDS
+    decode, encode = tables[:256], tables[256:768]
+    for symbol in range(256):
+        entry = int(encode[256 + symbol])
+        length = int(book.lengths[symbol])
+        if length:
+            assert (entry & 31, entry >> 8 & 255) == (length, int(book.codes[symbol]))
+            window = int(book.codes[symbol]) << (MAX_LENGTH - length)
+            assert int(decode[window]) == symbol << 23 | length
+        else:
+            assert (entry >> 31, entry & 31) == (1, int(book.lengths[ESC]))
+    assert int(encode[0]) == int(book.codes[ZERO]) << 8 | int(book.lengths[ZERO])

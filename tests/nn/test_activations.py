@@ -1,0 +1,287 @@
+"""``compress_activations``: what is stored, how it comes back, and that nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import lct
+from lct.nn import activations
+from lct.nn.activations import is_exact_upcast
+from lct.nn.bits import pack_bits
+from training import BF16, assert_same_bits, random_bits, store_small_tensors
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    store_small_tensors(monkeypatch)
+
+
+def hidden(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """A tensor with a history, as activations are."""
+    return (torch.randn(*shape).to(dtype)).requires_grad_() * 1
+
+
+class Keep(torch.autograd.Function):
+    """Saves its input and hands out what comes back."""
+
+    seen: ClassVar[list[torch.Tensor]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        Keep.seen.append(x)
+        return torch.zeros(x.shape, dtype=x.dtype) + grad
+
+
+@pytest.fixture
+def keep() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """What a tensor looks like after it was saved and asked for."""
+
+    def there_and_back(x: torch.Tensor) -> torch.Tensor:
+        with lct.compress_activations():
+            out = Keep.apply(x)
+        torch.autograd.grad(out, x) if x.requires_grad else None
+        return Keep.seen.pop()
+
+    yield there_and_back
+    Keep.seen.clear()
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(1, 2),
+    "permuted": lambda x: x.permute(2, 0, 1),
+    "slice": lambda x: x[:, 2:5],
+    "columns": lambda x: x[..., 16:48],
+    "every other": lambda x: x[:, :, ::2],
+    "offset": lambda x: x.flatten()[3:].view(-1, 1)[:2000],
+    "expanded": lambda x: x[:, :, None].expand(-1, -1, 3, -1),
+    "diagonal": lambda x: x[:, :, :8].diagonal(0, 1, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_comes_back_with_the_same_bits_strides_and_offset(
+    name: str, dtype: torch.dtype, keep: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    x = LAYOUTS[name](hidden(4, 8, 64, dtype=dtype))
+    back = keep(x)
+    assert_same_bits(x, back)
+    assert back.stride() == x.stride()
+    assert back.storage_offset() == x.storage_offset()
+    assert back.data_ptr() % 64 == x.data_ptr() % 64, "kernels choose by alignment"
+
+
+def test_hostile_values_come_back(keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = random_bits(64, 64).requires_grad_().view(-1)
+    assert_same_bits(x, keep(x))
+
+
+def test_counts() -> None:
+    x = hidden(64, 64)
+    with lct.compress_activations() as saved:
+        y = x.exp() + x.sin() + x.transpose(0, 1).cos()
+        z = y.masked_fill(torch.rand(64, 64) < 0.5, 0)
+    assert saved.encoded == 3, "x, exp(x), the mask"
+    assert saved.reused == 1, "the transpose of x"
+    assert saved.dense_bytes == 2 * x.nbytes + x.numel()
+    assert saved.stored_bytes < 0.75 * saved.dense_bytes
+    z.sum().backward()
+
+
+def test_what_is_kept() -> None:
+    parameter = nn.Parameter(torch.randn(64, 64).to(BF16))
+    leaf = torch.randn(64, 64, dtype=BF16, requires_grad=True)
+    table = nn.Parameter(torch.randn(64, 64).to(BF16))
+    x = hidden(64, 64)
+    tokens = torch.randint(0, 64, (2000,))
+    with lct.compress_activations() as saved:
+        leaf.sin()
+        out = x @ parameter.t() @ parameter.view(64, 64)
+        F.embedding(tokens, table)
+        hidden(4, 4).sin()
+        (hidden(64, 64)[0] * 2).sin()
+    reasons = saved.kept
+    assert reasons["it is a view of a parameter"] == 2
+    assert reasons["it is a leaf, which its owner keeps alive"] == 1
+    assert reasons["torch.int64 is not compressed"] == 1
+    assert reasons["it is small"] >= 1
+    out.sum().backward()
+
+
+def test_a_small_part_of_a_large_storage_is_kept_unless_the_storage_is_stored() -> None:
+    x = hidden(64, 64)
+    with lct.compress_activations() as saved:
+        first = x[0].sin()
+        assert saved.kept == {"it is a small part of its storage": 1}
+        whole = x.sin()
+        second = x[1].sin()
+    assert (saved.encoded, saved.reused) == (1, 1)
+    (first.sum() + second.sum() + whole.sum()).backward()
+
+
+def test_upcast_is_found_in_the_history() -> None:
+    x = hidden(64, 64)
+    assert is_exact_upcast(x.float())
+    assert is_exact_upcast(x.float().view(32, 2, 64).transpose(0, 1)[..., :3])
+    assert is_exact_upcast(torch.randn(3, dtype=BF16, requires_grad=True).float()), "a leaf"
+    assert not is_exact_upcast(x.float() + 1)
+    assert not is_exact_upcast(x.half().float())
+    assert not is_exact_upcast(x)
+    assert not is_exact_upcast(torch.randn(3))
+    changed = x.float()
+    changed.add_(1)
+    assert not is_exact_upcast(changed)
+
+
+def test_upcasts_are_stored_as_bf16_and_a_wrong_hint_costs_no_bit(
+    keep: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    wide = hidden(64, 64).float()
+    with lct.compress_activations() as saved:
+        wide.sin().sum().backward()
+    assert saved.stored_bytes < 0.4 * saved.dense_bytes
+    wide = hidden(64, 64).float()
+    wide.data.copy_(torch.randn(64, 64))  # leaves no trace in the history
+    assert is_exact_upcast(wide)
+    assert_same_bits(wide, keep(wide))
+
+
+@given(st.integers(0, 300), st.integers(0, 9), st.integers(0, 2**32 - 1))
+def test_masks_are_bits(length: int, offset: int, seed: int) -> None:
+    mask = torch.rand(length + offset, generator=torch.Generator().manual_seed(seed)) < 0.5
+    packed = pack_bits(mask[offset:])
+    assert packed.payload.nbytes == -(-length // 8)
+    assert torch.equal(packed.decode(), mask[offset:])
+
+
+def test_several_consumers_share_one_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = hidden(64, 64)
+    weights = [torch.randn(64, 64).to(BF16).requires_grad_() for _ in range(3)]
+    with lct.compress_activations() as saved:
+        loss = sum((x @ w).float().sum() for w in weights)
+    assert (saved.encoded, saved.reused) == (1, 2)
+    decodes = count_decodes(monkeypatch)
+    loss.backward()
+    assert len(decodes) == 1
+    assert not activations._decoded.entries and activations._decoded.size_bytes == 0
+
+
+def count_decodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    decodes: list[int] = []
+    decode = lct.CompressedTensor.decode
+    monkeypatch.setattr(
+        lct.CompressedTensor, "decode", lambda self: (decodes.append(1), decode(self))[1]
+    )
+    return decodes
+
+
+def test_decoded_copies_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "SHARED_DECODED_BYTES", 10_000)
+    tensors = [hidden(64, 64) for _ in range(4)]
+    with lct.compress_activations():
+        first = [Keep.apply(x) for x in tensors]
+        second = [Keep.apply(x) for x in tensors]
+    for out in first:
+        out.backward(retain_graph=True)
+        assert activations._decoded.size_bytes <= 10_000
+    for out in second:
+        out.backward(retain_graph=True)
+    for x, seen in zip(tensors * 2, Keep.seen, strict=True):
+        assert_same_bits(x, seen)
+    Keep.seen.clear()
+    del first, second
+    assert not activations._decoded.entries and activations._decoded.size_bytes == 0
+
+
+def test_a_consumer_that_writes_into_its_copy_spoils_no_other() -> None:
+    class Spoil(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return x.zero_() + grad
+
+    x = hidden(64, 64)
+    with lct.compress_activations():
+        kept, spoilt = Keep.apply(x), Spoil.apply(x)
+    spoilt.backward(retain_graph=True)
+    kept.backward(retain_graph=True)
+    assert_same_bits(x, Keep.seen.pop())
+
+
+def test_grads_of_a_part_leave_no_decoded_copy() -> None:
+    x = hidden(64, 64)
+    with lct.compress_activations():
+        a, b = x.sin().sum(), x.cos().sum()
+    a.backward(retain_graph=True)
+    assert activations._decoded.size_bytes == x.nbytes, "b may still ask"
+    del a, b
+    assert activations._decoded.size_bytes == 0
+
+
+def test_memory_of_activations_is_freed() -> None:
+    x = hidden(64, 64)
+    storage = weakref.ref(x.untyped_storage())
+    with lct.compress_activations():
+        y = x.exp().exp()
+        del x
+        gc.disable()
+        try:
+            assert storage() is None, "what is stored holds no dense tensor"
+        finally:
+            gc.enable()
+    y.sum().backward()
+
+
+def test_a_storage_at_the_address_of_a_freed_one_is_another() -> None:
+    inputs, outs = [], []
+    with lct.compress_activations() as saved:
+        for _ in range(20):
+            leaf = torch.randn(64, 64, dtype=BF16, requires_grad=True)
+            inputs.append(leaf)
+            outs.append(((leaf * 1) ** 2).sum())  # leaf * 1 dies here
+    assert saved.encoded == 20
+    sum(outs).backward()
+    for leaf in inputs:
+        assert_same_bits(leaf.grad, leaf.detach() * 2)
+
+
+def test_compressed_weights_and_activations_together() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(BF16)
+    lct.compress_(model)
+    x = hidden(32, 64)
+    with lct.compress_activations() as saved:
+        out = model(x)
+    assert saved.kept["it is a parameter or a subclass"] >= 1
+    assert saved.encoded == 2, "x, and ReLU's result once for it and the next layer"
+    out.sum().backward()
+
+
+def test_as_a_decorator() -> None:
+    @lct.compress_activations()
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    x = hidden(64, 64)
+    assert type(forward(x).grad_fn._raw_saved_self.data).__name__ == "_Saved"

@@ -1,0 +1,279 @@
+"""Failures that trackers report for software of this kind, by number (eager mode).
+
+The others of the list: 11 in test_training.py, 17, 19 and 24 in optim/test_sgd.py, 20, 21 and 23 in
+test_compress.py and test_compressed_weight.py; 25 and later in the codec's tests.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import lct
+from lct.nn import activations
+from lct.tensor import live_tensors
+from training import (
+    BF16,
+    TiedTransformer,
+    assert_same_bits,
+    assert_same_model,
+    make,
+    random_bits,
+    store_small_tensors,
+    token_loss,
+)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    store_small_tensors(monkeypatch)
+
+
+def hidden(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=BF16, requires_grad=True) * 1
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_pitfall_01_compiled_functions_under_the_hooks(inside: bool) -> None:
+    """The graph is captured by torch.compile; what its backward keeps passes the hooks."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(BF16)
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(16, 64).to(BF16)
+    grads = []
+    for activate in (False, True):
+        model.zero_grad()
+        if activate:
+            with lct.compress_activations() as saved:
+                loss = compiled(x).float().square().sum()
+                if inside:
+                    loss.backward()
+            assert saved.encoded > 0
+        else:
+            loss = compiled(x).float().square().sum()
+        if not (activate and inside):
+            loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert_same_bits(a, b)
+    torch.compiler.reset()
+
+
+def test_pitfall_04_pack_leaves_its_input_alone_and_makes_no_cycle() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        x = hidden(64, 64)
+        before = x.detach().clone()
+        with lct.compress_activations():
+            y = x.exp()  # saves its own output
+            small = hidden(4, 4).exp()  # kept as it is
+        assert_same_bits(before, x)
+        storages = [weakref.ref(t.untyped_storage()) for t in (x, y, small)]
+        stored = len(live_tensors())
+        assert stored > 0
+        del x, y, small
+        assert [ref() for ref in storages] == [None, None, None]
+        assert len(live_tensors()) < stored
+    finally:
+        gc.enable()
+
+
+def test_pitfall_05_unpack_is_idempotent() -> None:
+    x = torch.randn(64, 64, dtype=BF16, requires_grad=True)
+    results = []
+    for activate in (False, True):
+        with lct.compress_activations() if activate else torch.enable_grad():
+            y = (x * 1).exp().tanh().square().sum()
+        first = torch.autograd.grad(y, x, retain_graph=True)
+        again = torch.autograd.grad(y, x, create_graph=True)
+        second = torch.autograd.grad(again[0].sum(), x)
+        results.append([first[0], again[0], second[0]])
+    assert_same_bits(results[0][0], results[0][1])
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_pitfall_06_the_graph_owns_what_is_stored() -> None:
+    gc.collect()
+    before = len(live_tensors())
+    with lct.compress_activations() as saved:
+        out = hidden(64, 64).exp().sin().cos()
+        assert len(live_tensors()) == before + 2, "exp saves its output, sin its input: one storage"
+        del out
+        assert len(live_tensors()) == before, "no backward, nothing left, block still open"
+        out = hidden(64, 64).exp().sin().cos()
+    out.sum().backward()
+    assert len(live_tensors()) == before, "backward frees as it goes"
+    assert not saved._stored and not activations._decoded.entries
+
+
+def test_pitfall_07_parameters_and_their_views_are_not_stored() -> None:
+    weight = nn.Parameter(torch.randn(64, 64).to(BF16))
+    x = torch.randn(64, 64, dtype=BF16, requires_grad=True)
+    with lct.compress_activations() as saved:
+        outs = [x @ weight, x @ weight.t(), F.linear(x, weight), x @ weight.view(64, 64)[:, :64].T]
+    assert saved.encoded == 0
+    sum(out.sum() for out in outs).backward()
+
+
+def test_pitfall_08_views_at_one_address_are_told_apart() -> None:
+    x = hidden(64, 64)
+    views = [x, x.t(), x.view(32, 128), x[:32], x.view(-1)[: 64 * 63].view(63, 64)]
+    expected = [v.detach().cos() for v in views]
+    for v in views:
+        v.retain_grad()
+    with lct.compress_activations() as saved:
+        outs = [v.sin() for v in views]
+    assert saved.encoded == 1 and saved.reused == len(views) - 1
+    for out, v, cos in zip(outs, views, expected, strict=True):
+        (grad,) = torch.autograd.grad(out.sum(), v)
+        assert_same_bits(cos, grad)
+
+
+@pytest.mark.parametrize("save", ["stored", "kept", "view", "own output"])
+def test_pitfall_09_inplace_change_raises(save: str) -> None:
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        x = hidden(4, 4) if save == "kept" else hidden(64, 64)
+        if save == "own output":
+            y = x.exp()
+            return y, y
+        return x, (x.t() if save == "view" else x).sin()
+
+    messages = []
+    for activate in (False, True):
+        with lct.compress_activations() if activate else torch.enable_grad():
+            x, y = forward()
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+            y.sum().backward()
+        messages.append(str(error.value))
+    assert "is at version 1; expected version 0 instead" in messages[0]
+    assert "is at version 1; expected version 0 instead" in messages[1]
+
+
+def test_pitfall_09_a_change_and_a_new_save_are_two() -> None:
+    x = hidden(64, 64)
+    with lct.compress_activations() as saved:
+        (x.detach() * 2).requires_grad_()
+        a = x.detach().requires_grad_() * 1
+        first = a.sin()
+        a = a + 1
+        second = a.sin()
+        b = hidden(64, 64)
+        b.mul_(2)
+        third = b.sin()
+    assert saved.encoded == 3
+    (first + second + third).sum().backward()
+
+
+def test_pitfall_11_selective_checkpointing_keeps_bits() -> None:
+    """Torch caches what a policy saves outside of the hooks: it stays dense, and right."""
+
+    def policy(ctx, op, *args, **kwargs):
+        save = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+        drop = torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+        return save if op is torch.ops.aten.addmm.default else drop
+
+    models = [make(TiedTransformer, compressed) for compressed in (False, True)]
+    tokens = torch.randint(0, 64, (2, 16))
+    for model, activate in zip(models, (False, True), strict=True):
+        model.eval()
+        with lct.compress_activations() if activate else torch.enable_grad():
+            x = checkpoint(
+                model.blocks[0],
+                model.embed(tokens),
+                use_reentrant=False,
+                context_fn=lambda: create_selective_checkpoint_contexts(policy),
+            )
+            loss = model.head(x).float().square().mean()
+        loss.backward()
+    assert_same_model(*models)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_pitfall_11_hooks_inside_a_checkpoint(reentrant: bool) -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        with lct.compress_activations():
+            return x.sin().cos()
+
+    x = torch.randn(64, 64, dtype=BF16, requires_grad=True)
+    if reentrant:
+        checkpoint(region, x, use_reentrant=True).sum().backward()
+        expected = torch.autograd.grad(x.sin().cos().sum(), x)[0]
+        assert_same_bits(expected, x.grad)
+    else:
+        with pytest.raises(RuntimeError, match="outside of checkpointed regions"):
+            checkpoint(region, x, use_reentrant=False)
+
+
+def test_hooks_of_others() -> None:
+    x = hidden(64, 64)
+    with (
+        torch.autograd.graph.save_on_cpu(),
+        pytest.warns(UserWarning, match="only the innermost"),
+        lct.compress_activations(),
+    ):
+        x.sin()
+    with lct.compress_activations() as outer, lct.compress_activations() as inner:
+        assert inner is outer
+        y = x.sin()
+        with torch.autograd.graph.save_on_cpu():
+            z = x.sin()
+    assert outer.encoded == 1
+    (y + z).sum().backward()
+
+
+def test_pitfall_12_torch_func_is_refused_by_torch() -> None:
+    x = torch.randn(64)
+    with lct.compress_activations():
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            torch.func.grad(lambda v: v.sin().sum())(x)
+        assert_same_bits(x.sin(), torch.func.vmap(torch.sin)(x))
+
+
+def test_pitfall_13_values_come_back_to_their_own_device() -> None:
+    x = hidden(64, 64)
+    with lct.compress_activations():
+        y = x.exp().masked_fill(torch.eye(64, dtype=torch.bool), 0)
+    with torch.device("meta"):
+        y.sum().backward()
+    weight = lct.CompressedWeight.from_dense(torch.randn(32, 32).to(BF16))
+    hostile = random_bits(32, 32)
+    with torch.device("meta"):
+        assert weight.dense().device.type == "cpu"
+        weight.copy_(hostile)
+        weight.mul_(2)
+        assert lct.encode(weight.dense()).device.type == "cpu"
+
+
+def test_pitfall_18_a_step_is_done_before_the_next_forward() -> None:
+    """On one stream by order; here: nothing is written after step() returned."""
+    model = make(TiedTransformer, True)
+    optimizer = lct.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    tokens = torch.randint(0, 64, (2, 16))
+    token_loss(model, (tokens,)).backward()
+    optimizer.step()
+    after = {name: p.clone() for name, p in model.state_dict().items()}
+    gc.collect()
+    for name, value in model.state_dict().items():
+        assert_same_bits(after[name], value, name)
+
+
+def test_pitfall_23_gradients_are_plain_tensors() -> None:
+    model = make(TiedTransformer, True)
+    tokens = torch.randint(0, 64, (2, 16))
+    token_loss(model, (tokens,)).backward()
+    for parameter in model.parameters():
+        assert type(parameter.grad) is torch.Tensor
+        assert parameter.grad.stride() == parameter.stride()
+    model.zero_grad(set_to_none=False)
+    assert not any(p.grad.any() for p in model.parameters())
+    token_loss(model, (tokens,)).backward()
+    model.embed.weight.grad = torch.ones(64, 32, dtype=BF16)
+    assert model.embed.weight.grad.all()

@@ -1,0 +1,88 @@
+"""Training on CUDA: the same bits as without LCT, and streams."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lct
+from lct.nn import CompressedWeight
+from training import (
+    BF16,
+    CASES,
+    assert_same_bits,
+    assert_same_losses,
+    assert_same_model,
+    assert_same_state,
+    make,
+    store_small_tensors,
+    train,
+)
+
+pytestmark = pytest.mark.gpu
+# cuBLAS is deterministic with a workspace of its own for each stream; it reads this once.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    store_small_tensors(monkeypatch)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("rounding", [{}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_the_same_to_the_bit(case: str, rounding: dict[str, Any]) -> None:
+    build, loss_of, batches = CASES[case]
+    data = [tuple(t.cuda() for t in batch) for batch in batches(20)]
+    options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True, **rounding}
+    dense, model = make(build, False).cuda(), lct.compress_(make(build, False).cuda())
+    expected_optimizer = torch.optim.SGD(dense.parameters(), **options)
+    optimizer = lct.optim.SGD(model.parameters(), **options)
+    expected = train(dense, expected_optimizer, loss_of, data)
+    losses = train(model, optimizer, loss_of, data, activations=True)
+    assert_same_losses(expected, losses)
+    assert_same_model(dense, model)
+    assert_same_state(expected_optimizer, optimizer)
+
+
+def test_pitfall_13_models_move_between_devices() -> None:
+    build = CASES["transformer"][0]
+    dense, model = make(build, False), make(build, True)
+    model.cuda()
+    assert isinstance(model.head.weight, CompressedWeight)
+    assert model.head.weight is model.embed.weight
+    assert model.head.weight.device.type == model.head.weight.payload.device.type == "cuda"
+    assert_same_model(dense.cuda(), model)
+    assert_same_model(dense.cpu(), model.cpu())
+
+
+def test_pitfall_10_consumers_on_two_streams() -> None:
+    weight = nn.Parameter(torch.randn(256, 256, device="cuda").to(BF16))
+    results = []
+    for activate in (False, True):
+        x = torch.randn(512, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+        leaf = x.to(BF16).requires_grad_()
+        weight.grad = None
+        for _ in range(10):
+            hidden = leaf * 1
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with lct.compress_activations() if activate else torch.enable_grad():
+                first = (hidden @ weight).float().square().mean()
+                with torch.cuda.stream(side):
+                    second = (hidden @ weight).float().abs().mean()
+            del hidden
+            torch.cuda.current_stream().wait_stream(side)
+            (first + second).backward()
+        torch.cuda.synchronize()
+        results.append((leaf.grad, weight.grad))
+    for expected, got in zip(*results, strict=True):
+        assert_same_bits(expected, got)

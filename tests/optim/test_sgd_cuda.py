@@ -1,0 +1,165 @@
+"""The fused SGD step on CUDA: bits of torch's own paths on dense tensors, hostile values included."""
+
+import itertools
+
+import pytest
+import torch
+
+import lct
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+COUNT = 8192 * 5 + 1234
+ROUNDINGS = {"foreach": {"foreach": True}, "single": {"foreach": False}, "fused": {"fused": True}}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16)
+
+
+def random_bits(count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**15), 2**15, (count,), generator=generator, dtype=torch.int32).to(
+        torch.int16
+    )
+
+
+def gradients(kind: str, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    normal = torch.randn(COUNT, generator=generator) * 1e-2 * 4.0 ** (step % 5)
+    if kind == "gaussian":
+        return normal.bfloat16()
+    if kind == "sparse":
+        return (normal * (torch.rand(COUNT, generator=generator) > 0.9)).bfloat16()
+    if kind == "random bits":
+        return random_bits(COUNT, step).view(torch.bfloat16)
+    if kind == "extremes":
+        return (
+            torch.tensor([1e-38, -3e38, 0.0, 1.0])
+            .repeat(COUNT // 4 + 1)[:COUNT]
+            .roll(step)
+            .bfloat16()
+        )
+    return (random_bits(COUNT, step) | 0x7F80).view(torch.bfloat16)  # NaN payloads and infinities
+
+
+def compare(kind: str, rounding: str, steps: int, capacity: int | str, **options) -> None:
+    start = (
+        (torch.randn(COUNT, generator=torch.Generator().manual_seed(99)) * 0.02)
+        .bfloat16()
+        .to(DEVICE)
+    )
+    dense = torch.nn.Parameter(start.clone())
+    torch_sgd = torch.optim.SGD([dense], **options, **ROUNDINGS[rounding])
+    param = state = None
+    for step in range(steps):
+        grad = gradients(kind, step).to(DEVICE)
+        dense.grad = grad.clone()
+        torch_sgd.step()
+        if param is None:
+            # Torch makes the buffer at its first step; the kernel takes over from there.
+            param = lct.encode(dense.detach(), capacity=capacity)
+            state = lct.encode(torch_sgd.state[dense]["momentum_buffer"], capacity=capacity)
+            continue
+        param.sgd_(
+            state,
+            grad,
+            lr=options["lr"],
+            momentum=options["momentum"],
+            dampening=options.get("dampening", 0.0),
+            weight_decay=options.get("weight_decay", 0.0),
+            nesterov=options.get("nesterov", False),
+            maximize=options.get("maximize", False),
+            rounding=rounding,
+            grad_scale=None,
+            found_inf=None,
+        )
+        for name, got, expected in (
+            ("parameter", param.decode(), dense.detach()),
+            ("momentum", state.decode(), torch_sgd.state[dense]["momentum_buffer"]),
+        ):
+            different = (bits(got) != bits(expected)).nonzero()
+            assert not len(different), (
+                f"{name} differs at step {step} in {len(different)} values, first at {different[0].item()}: "
+                f"{bits(got)[different[0]].item():#x} instead of {bits(expected)[different[0]].item():#x}"
+            )
+    # What a step leaves is what an encode of the same values with the same book gives.
+    for compressed in (param, state):
+        again = lct.CompressedTensor.from_canonical(
+            compressed.canonical_bytes(), compressed.shape, DEVICE
+        )
+        assert torch.equal(bits(again.decode()), bits(compressed.decode()))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**dict(zip(("nesterov", "maximize"), flags)), "weight_decay": decay}
+        for flags in itertools.product((False, True), repeat=2)
+        for decay in (0.0, 0.1)
+    ]
+    + [{"dampening": 0.3}, {"dampening": 0.1, "weight_decay": 0.01, "maximize": True}],
+    ids=str,
+)
+def test_bits_of_torch(rounding: str, options: dict) -> None:
+    compare("gaussian", rounding, 12, "exact", lr=0.013, momentum=0.9, **options)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("kind", ["sparse", "random bits", "extremes", "nan"])
+@pytest.mark.parametrize("capacity", [200, 768])
+def test_hostile_gradients(kind: str, rounding: str, capacity: int) -> None:
+    compare(kind, rounding, 50, capacity, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+
+
+def test_found_inf_skips_the_step() -> None:
+    start = gradients("gaussian", 0).to(DEVICE)
+    param, state = lct.encode(start), lct.encode(start)
+    before = param.canonical_bytes(), state.canonical_bytes()
+    found = torch.ones((), device=DEVICE)
+    options = dict(
+        lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False
+    )
+    param.sgd_(state, start, **options, rounding="fused", grad_scale=None, found_inf=found)
+    assert (param.canonical_bytes(), state.canonical_bytes()) == before
+    param.sgd_(
+        state,
+        start,
+        **options,
+        rounding="fused",
+        grad_scale=None,
+        found_inf=torch.zeros((), device=DEVICE),
+    )
+    assert param.canonical_bytes() != before[0]
+
+
+def test_small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lct.backends.cuda import arena
+
+    monkeypatch.setattr(arena.of(0), "limit_chunks", 4)
+    compare("random bits", "foreach", 50, 68, lr=0.1, momentum=0.9)
+    assert arena.of(0).counters().failed_groups == 0
+
+
+def test_graph_replay() -> None:
+    start = gradients("gaussian", 0).to(DEVICE)
+    param, state = lct.encode(start), lct.encode(start)
+    dense, buffer = start.clone(), start.clone()
+    grad = torch.empty_like(start)
+    options = dict(
+        lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False
+    )
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        param.sgd_(state, grad, **options, rounding="foreach", grad_scale=None, found_inf=None)
+    for step in range(10):
+        grad.copy_(gradients("gaussian" if step % 3 else "random bits", step))
+        graph.replay()
+        torch._foreach_mul_([buffer], 0.9)
+        torch._foreach_add_([buffer], [grad], alpha=1)
+        torch._foreach_add_([dense], [buffer], alpha=-0.1)
+        torch.cuda.synchronize()
+        assert torch.equal(bits(param.decode()), bits(dense))
+        assert torch.equal(bits(state.decode()), bits(buffer))
