@@ -5,6 +5,9 @@
 PYTHON ?= python3
 JOBS ?= 2
 PYTEST_ARGS ?=
+# Threads of torch that wait for others give their core away: where more runs on the machine than it has cores,
+# spinning made a training step ten times slower.
+export OMP_WAIT_POLICY ?= passive
 
 VENV := .venv
 BIN := $(VENV)/bin

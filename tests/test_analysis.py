@@ -31,7 +31,6 @@ from lct.analysis import (
 from lct.backends import reference
 from lct.codebook import BANK_ROWS, ZERO, bank, candidates
 from lct.distributions import FAMILIES, exponent_probabilities
-from lct.layout import CHUNK_BYTES
 from lct.presets import PRESETS
 
 HISTOGRAMS = st.lists(st.integers(0, 1000), min_size=1, max_size=40).filter(any)
@@ -143,15 +142,18 @@ def test_spilled_values_of_raw_wide_and_empty_tensors() -> None:
     assert spilled_values(lct.encode(dense, upcast=True)) == 8192
 
 
-def test_allocation_counts_every_byte() -> None:
+@pytest.mark.parametrize("preset", ["pooled", "high"])
+def test_allocation_counts_every_byte(preset: str) -> None:
     dense = sample("laplace", 0.02, 65536, seed=0)
-    compressed = lct.encode(dense)
-    found = allocate(dense, None)
+    compressed = lct.encode(dense, preset=preset)
+    found = allocate(dense, preset)
     assert found.allocated_bits == pytest.approx(8 * compressed.nbytes / 65536 - 8)
     assert found.ratio == compressed.ratio == pytest.approx(16 / (8 + found.allocated_bits))
-    assert (found.preset, found.book) == ("pooled", compressed.book)
-    chunks = compressed.group_counts().spilled
-    assert compressed.nbytes - compressed.payload.nbytes == chunks * CHUNK_BYTES > 0
+    assert (found.preset, found.book) == (preset, compressed.book)
+    spill_bytes = compressed.group_counts().spill_bytes
+    assert compressed.nbytes == compressed.payload.nbytes + spill_bytes
+    assert (spill_bytes > 0) == (found.spilled_share > 0)
+    assert spill_bytes > 0 or preset == "pooled"
 
 
 @pytest.mark.parametrize("distribution", FAMILIES)

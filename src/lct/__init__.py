@@ -10,7 +10,7 @@ from .nn import (
     compression_report,
     decompress_,
 )
-from .tensor import CompressedTensor, decode, encode
+from .tensor import CompressedTensor, decode, encode, reserve_arena, stats
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,5 +28,7 @@ __all__ = [
     "encode",
     "load_file",
     "optim",
+    "reserve_arena",
     "save_file",
+    "stats",
 ]

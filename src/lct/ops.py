@@ -6,6 +6,7 @@ contiguous and on the payload's device; callers have checked them.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,3 +159,31 @@ def book_name(stored: Stored) -> str:
     """Name of the book that a payload uses. Synchronises on CUDA."""
     _, book, _ = parse_header(bytes(stored.payload[:HEADER_BYTES].cpu().numpy()))
     return BANK_ROWS[book].name
+
+
+def arena_report() -> dict[str, dict[str, int]]:
+    """Reserved bytes, used chunks and their bytes, chunks ever taken, by device. Synchronises."""
+    if "lct.backends.cuda" not in sys.modules:
+        return {}
+    report = {}
+    for device, arena in _cuda().arena.existing().items():
+        arena.check()
+        counters = arena.counters()
+        used = arena.total_chunks - counters.free_chunks
+        report[f"cuda:{device}"] = {
+            "reserved_bytes": arena.reserved_bytes,
+            "used_chunks": used,
+            "used_bytes": used * CHUNK_BYTES,
+            "chunks_ever_taken": counters.taken_total,
+        }
+    return report
+
+
+def arena_used_chunks(device: torch.device) -> int:
+    """Chunks of the arena of ``device`` in use, as the host last heard. Does not wait."""
+    return _cuda().arena.of(device.index).known_used_chunks()
+
+
+def reserve_arena(size_bytes: int, device: torch.device) -> None:
+    """Grow the arena of a CUDA device to at least ``size_bytes`` of chunks."""
+    _cuda().arena.of(device.index).reserve(size_bytes)

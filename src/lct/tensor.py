@@ -287,3 +287,57 @@ def decode(compressed: CompressedTensor) -> torch.Tensor:
 def live_tensors() -> list[CompressedTensor]:
     """All compressed tensors that exist."""
     return list(_live)
+
+
+def stats() -> dict[str, Any]:
+    """What all compressed tensors hold now, spills and arenas included. Synchronises on CUDA.
+
+    Bytes in ``dense_bytes``, ``payload_bytes``, ``spilled_bytes``; numbers of ``tensors``, ``groups``,
+    ``constant_groups``, ``spilled_groups``, ``raw_groups`` (spilled as a whole); ``arenas`` by device.
+    ArenaExhaustedError if a replayed graph ran out of reserved arena.
+    """
+    total = dict.fromkeys(
+        ("dense_bytes", "payload_bytes", "spilled_bytes", "groups", "constant_groups", "spilled_groups", "raw_groups"), 0
+    )
+    tensors = live_tensors()
+    for tensor in tensors:
+        counts = tensor.group_counts()
+        total["dense_bytes"] += tensor.dense_nbytes
+        total["payload_bytes"] += tensor.payload.nbytes
+        total["spilled_bytes"] += counts.spill_bytes
+        total["groups"] += counts.groups
+        total["constant_groups"] += counts.constant
+        total["spilled_groups"] += counts.spilled
+        total["raw_groups"] += counts.raw
+    return {"tensors": len(tensors), **total, "arenas": ops.arena_report()}
+
+
+def reserve_arena(size_bytes: int, device: torch.device | str | int = "cuda") -> None:
+    """Grow a CUDA device's overflow arena to ``size_bytes``: needed before capturing CUDA graphs.
+
+    Outside graphs the arena grows by itself.
+    """
+    if size_bytes <= 0:
+        raise ValueError(f"size_bytes must be positive, got {size_bytes}")
+    ops.reserve_arena(size_bytes, torch.empty(0, device=device).device)
+
+
+_relief_thresholds: dict[torch.device, int] = {}
+_RELIEF_CHUNKS = 64
+
+
+def relieve_arena(device: torch.device) -> None:
+    """Store tensors of which many groups spill anew, with the room that they need.
+
+    For optimizers, after a step. Free while few chunks are in use as far as the host has heard; else
+    synchronises, and looks again only when twice as many are in use.
+    """
+    if device.type != "cuda" or ops.arena_used_chunks(device) <= _relief_thresholds.get(device, _RELIEF_CHUNKS):
+        return
+    for tensor in live_tensors():
+        if tensor.device == device and tensor.layout.preset.pooled:
+            counts = tensor.group_counts()
+            if counts.spilled > counts.groups * _REPACK_SHARE:
+                tensor.repack()
+    left = sum(tensor.group_counts().spilled for tensor in live_tensors() if tensor.device == device)
+    _relief_thresholds[device] = max(_RELIEF_CHUNKS, 2 * left)

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT, _device_dtype_check_for_fused
 from torch.optim.sgd import sgd
 
 from ..nn.compressed_weight import CompressedWeight
-from ..tensor import CompressedTensor
+from ..tensor import CompressedTensor, relieve_arena
 from .base import (
     Closure,
     CompressedState,
@@ -103,6 +103,8 @@ class SGD(CompressedState, torch.optim.SGD):
                 loss = closure()
         for group, params, rounding in [self._plan(group) for group in self.param_groups]:
             self._step_group(group, params, rounding)
+            for device in {param.device for param in params}:
+                relieve_arena(device)
         return loss
 
     def _plan(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor], Rounding]:
@@ -169,12 +171,42 @@ def _is_sparse(param: torch.Tensor) -> bool:
 def _step_compressed(
     param: torch.Tensor, buffer: torch.Tensor | CompressedTensor | None, update: SgdUpdate
 ) -> torch.Tensor | CompressedTensor | None:
-    """Step one weight (compressed or dense) with its gradient; returns its new momentum.
-
-    The one place where a fused kernel on the payloads takes over: it needs ``param.compressed``,
-    ``param.grad`` (dense), ``buffer`` (None at the first step) and ``update``.
-    """
+    """Step one weight (compressed or dense) with its gradient; returns its new momentum."""
+    if _takes_kernel(param, buffer, update):
+        assert isinstance(param, CompressedWeight) and isinstance(buffer, CompressedTensor)
+        assert param.grad is not None
+        param.compressed.sgd_(
+            buffer,
+            param.grad,
+            lr=update.lr,
+            momentum=update.momentum,
+            dampening=update.dampening,
+            weight_decay=update.weight_decay,
+            nesterov=update.nesterov,
+            maximize=update.maximize,
+            rounding=update.rounding,
+            grad_scale=update.grad_scale,
+            found_inf=update.found_inf,
+        )
+        torch.autograd.graph.increment_version(param)
+        return buffer
     return _decode_step_encode(param, buffer, update)
+
+
+def _takes_kernel(
+    param: torch.Tensor, buffer: torch.Tensor | CompressedTensor | None, update: SgdUpdate
+) -> bool:
+    """Whether one kernel can step the payloads: BF16 on CUDA, from the second step on."""
+    return (
+        isinstance(param, CompressedWeight)
+        and isinstance(buffer, CompressedTensor)
+        and param.grad is not None
+        and param.grad.dtype == torch.bfloat16
+        and not update.mixed
+        and not isinstance(update.lr, torch.Tensor)
+        and (update.grad_scale is None or update.rounding == "fused")
+        and param.compressed.can_step_fused(buffer)
+    )
 
 
 def _decode_step_encode(

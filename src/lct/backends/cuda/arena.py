@@ -30,6 +30,7 @@ MAX_CHUNKS = 1 << 20  # 8 GiB of spilled exponents; references have 24 bits
 CONTROL = struct.Struct("<iIIII12xQQ")  # mirrors struct Arena in arena.cuh
 _CONTROL_BYTES = 64
 _BITMAP_BYTES = MAX_CHUNKS // 8
+_FAILED_OFFSET = 4  # of failed_groups in the control block
 _SEGMENTS_BYTES = MAX_CHUNKS // SEGMENT_CHUNKS * 8
 # The counters are copied to the host every this many launches: about 12 us of host time each.
 _CHECKPOINT_LAUNCHES = 16
@@ -85,7 +86,6 @@ class Arena:
         self._checkpoints: deque[_Checkpoint] = deque()
         self._stream: int | None = None
         self._spare: list[torch.Tensor] = []
-        self._reported_failures = 0
 
     # ---- sizes -------------------------------------------------------------------------------
 
@@ -116,6 +116,7 @@ class Arena:
             if self._stream is not None and stream != self._stream:
                 self._change_stream(stream)
             self._stream = stream
+            self._raise_failures(self._known.failed_groups)
             if self._in_flight() + chunks > self._known.free_chunks:
                 self._find_credit(chunks)
             self._uncovered += chunks
@@ -191,14 +192,22 @@ class Arena:
             if missing > 0:
                 self._grow(missing)
 
+    def known_used_chunks(self) -> int:
+        """Chunks in use as the host last heard; does not wait."""
+        self._poll()
+        return self.total_chunks - self._known.free_chunks
+
     def check(self) -> None:
         """Raise ArenaExhaustedError if a captured launch found no room. Synchronises."""
-        failed = self.counters().failed_groups
-        if failed != self._reported_failures:
-            new, self._reported_failures = failed - self._reported_failures, failed
+        self._raise_failures(self.counters().failed_groups)
+
+    def _raise_failures(self, failed: int) -> None:
+        if failed:
+            self._control[_FAILED_OFFSET : _FAILED_OFFSET + 4] = 0
+            self._known.failed_groups = 0
             raise ArenaExhaustedError(
-                f"{new} groups found no room in the arena of cuda:{self.device} during graph replay and kept their "
-                "old values: reserve more with lct.reserve_arena(size_bytes) before capture"
+                f"{failed} groups found no room in the arena of cuda:{self.device} during graph replay and kept their "
+                "old values, as did every group after them: reserve more with lct.reserve_arena(size_bytes) before capture"
             )
 
     # ---- checkpoints -------------------------------------------------------------------------

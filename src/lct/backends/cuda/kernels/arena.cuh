@@ -27,10 +27,11 @@ __device__ __forceinline__ bool reserve_chunks(Arena* arena, int count) {
     return false;
 }
 
-// The same for a whole warp; a group without credit is counted and left as it was.
+// The same for a whole warp, in captured launches; a group without credit is counted and left as it was,
+// and so is every group after it until the host has been told (arena.py, `check`).
 __device__ __forceinline__ bool reserve_for_warp(Arena* arena, int count, u32 lane) {
     if (!count) return true;
-    bool held = lane == 0 ? reserve_chunks(arena, count) : true;
+    bool held = lane == 0 ? !*(volatile u32*)&arena->failed_groups && reserve_chunks(arena, count) : true;
     held = __all_sync(FULL_WARP, held);
     if (!held && lane == 0) atomicAdd(&arena->failed_groups, 1u);
     return held;
