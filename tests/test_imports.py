@@ -22,22 +22,19 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "lct.errors",
-        "lct.atomic",
         "lct.config",
         "lct.dtypes",
         "lct.presets",
         "lct.distributions",
         "lct.codebook",
-        "lct.bank",
         "lct.layout",
     ),
-    ("lct.arena",),
-    ("lct.backends",),
+    ("lct.backends",),  # the arena is a part of the CUDA backend
     ("lct.ops",),
     ("lct.tensor",),
-    ("lct.nn", "lct.optim", "lct.checkpoint", "lct.analysis", "lct.memory"),
+    ("lct.nn", "lct.optim", "lct.checkpoint", "lct.analysis", "lct.memory", "lct.atomic"),
     ("lct",),  # the public API: the file src/lct/__init__.py alone
-    ("lct.cli", "lct.bench", "lct.demo", "lct.integrations", "lct.__main__"),
+    ("lct.cli", "lct.bench", "lct.demo", "lct.__main__"),
 )
 BACKENDS = ("lct.backends.reference", "lct.backends.cpu", "lct.backends.cuda")
 # Pure Python and NumPy: the format can be read without torch.
@@ -130,6 +127,12 @@ def test_the_package_is_found() -> None:
     assert "lct" in modules_under(SRC)
 
 
+def test_every_name_of_a_layer_is_a_module() -> None:
+    names = [name for layer in LAYERS for name in layer]
+    assert sorted(set(names) - set(modules_under(SRC))) == []
+    assert len(set(names)) == len(names)
+
+
 def test_imports_go_downward_and_backends_are_strangers() -> None:
     assert violations(SRC) == []
 
@@ -151,7 +154,7 @@ def test_lowest_layer_does_not_import_torch() -> None:
         ("ops.py", "from .tensor import CompressedTensor", "imports upward: lct.tensor"),
         ("ops.py", "def f():\n    from . import tensor", "imports upward: lct.tensor"),
         ("backends/cuda/jit.py", "from ...tensor import encode", "imports upward: lct.tensor"),
-        ("arena.py", "import importlib\nimportlib.import_module('lct.ops')", "upward: lct.ops"),
+        ("layout.py", "import importlib\nimportlib.import_module('lct.ops')", "upward: lct.ops"),
         ("backends/cpu.py", "from lct.backends import reference", "backend lct.backends.cpu"),
         ("backends/cuda/codec.py", "from ..cpu import encode", "backend lct.backends.cuda.codec"),
         ("helpers.py", "", "lct.helpers is in no layer"),

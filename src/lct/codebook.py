@@ -18,19 +18,21 @@ ZERO, ESC, NUM_SYMBOLS = 256, 257, 258
 CENTER = 128
 LITERAL_BITS = 8
 # A warp leaves its fast path where one of 512 values escapes. Books may cost this much more a value
-# (0.1 % of storage) for fewer escapes: on Gaussian data one of 16,000 values instead of one of 1,600.
+# (0.1 % of storage) for fewer escapes: on Gaussian data 1 of 16,000 values, not 1 of 1,600.
 ESCAPE_SLACK_BITS = 0.0125
 
 
 def length_limited_code(weights: np.ndarray, max_length: int = MAX_LENGTH) -> np.ndarray:
-    """Optimal code lengths <= ``max_length`` for ``weights`` (package-merge; Larmore, Hirschberg 1990).
+    """Optimal code lengths <= ``max_length`` for ``weights``, shape (n,).
 
-    Shape (n,), n >= 2; ValueError when 2^max_length < n. Ties fall to the lower index, so that every
-    machine builds the same book.
+    Package-merge (Larmore, Hirschberg 1990); n >= 2; ValueError when 2^max_length < n. Ties fall to
+    the lower index, so that every machine builds the same book.
     """
     n = len(weights)
     if not 2 <= n <= 1 << max_length:
-        raise ValueError(f"a code of at most {max_length} bits takes 2 to {1 << max_length} symbols, got {n}")
+        raise ValueError(
+            f"a code of at most {max_length} bits takes 2 to {1 << max_length} symbols, got {n}"
+        )
     items = sorted((float(w), (i,)) for i, w in enumerate(weights))
     packages: list[tuple[float, tuple[int, ...]]] = []
     for _ in range(max_length):
@@ -87,7 +89,9 @@ def build_codebook(name: str, family: str, probabilities: np.ndarray) -> Codeboo
         escape = max(1.0 - float(probabilities[symbols].sum()), 0.0)
         weights = np.append(np.maximum(probabilities[symbols], 2.0**-30), max(escape, 2.0**-10))
         lengths = length_limited_code(weights)
-        cost = float(probabilities[symbols] @ lengths[:-1]) + escape * (int(lengths[-1]) + LITERAL_BITS)
+        cost = float(probabilities[symbols] @ lengths[:-1]) + escape * (
+            int(lengths[-1]) + LITERAL_BITS
+        )
         full = np.zeros(NUM_SYMBOLS, np.int64)
         full[[*symbols, ESC]] = lengths
         books.append((cost, full))
@@ -136,18 +140,20 @@ BANK_ROWS: tuple[BankRow, ...] = (
 
 @cache
 def bank() -> tuple[Codebook, ...]:
-    """All precomputed books, in the order of ``BANK_ROWS``. Built once (about 0.2 s), never in training."""
+    """All precomputed books, in the order of ``BANK_ROWS``; built once, in about 0.2 s."""
     books = []
     for row in BANK_ROWS:
-        parts = [relative_probabilities(FAMILIES[f], row.zero_share, row.phases) for f in row.families]
+        parts = [
+            relative_probabilities(FAMILIES[f], row.zero_share, row.phases) for f in row.families
+        ]
         books.append(build_codebook(row.name, row.families[0], sum(parts) / len(parts)))  # type: ignore[arg-type]
     return tuple(books)
 
 
 def candidates(distribution: str | None) -> tuple[int, ...]:
-    """Ids of the books to choose among: all (``None``), or those of one family, zero-inflated included.
+    """Ids of the books to choose among: all (``None``), or those of one family.
 
-    ValueError for an unknown distribution.
+    Zero-inflated forms belong to their family. ValueError for an unknown distribution.
     """
     if distribution is None:
         return tuple(range(len(BANK_ROWS)))

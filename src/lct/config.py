@@ -17,8 +17,8 @@ def kernel_cache_dir() -> Path:
 def arena_limit_bytes(device_bytes: int) -> int:
     """``LCT_ARENA_MIB``: bytes up to which a device's arena grows so that launches need not wait.
 
-    Default: 1/512 of the device's memory, at least 32 MiB (48 MiB on a 24 GiB card). Data that really
-    spills may take more.
+    Default: 1/512 of the device's memory, at least 32 MiB (48 MiB on a 24 GiB card). Data that
+    really spills may take more.
     """
     value = os.environ.get("LCT_ARENA_MIB")
     if value is None:

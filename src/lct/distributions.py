@@ -60,7 +60,7 @@ def get_family(name: str) -> Family:
 
 
 def exponent_probabilities(family: Family, scale: float, zero_share: float = 0.0) -> np.ndarray:
-    """P(exponent byte = e), shape (256,), for scale * X; ``zero_share`` is extra mass at exact zero.
+    """P(exponent byte = e), shape (256,), for scale * X; ``zero_share``: extra mass at zero.
 
     Exponent 0 holds zeros and subnormals; 255 (Inf, NaN) gets what overflows. Rounding to 8
     significant bits moves 2^-9 of an octave and is ignored.
@@ -73,10 +73,13 @@ def exponent_probabilities(family: Family, scale: float, zero_share: float = 0.0
     return p
 
 
-def relative_probabilities(family: Family, zero_share: float, phases: tuple[float, ...]) -> np.ndarray:
+def relative_probabilities(
+    family: Family, zero_share: float, phases: tuple[float, ...]
+) -> np.ndarray:
     """P(symbol), shape (257,): relative exponents 0..255 (128 = the mean exponent), then ZERO.
 
-    Averaged over ``phases``: the scale is 2^-5 * 2^phase, the mean is rounded as the encoder rounds.
+    Averaged over ``phases``: the scale is 2^-5 * 2^phase, the mean is rounded as the encoder
+    rounds.
     """
     out = np.zeros(NUM_EXPONENTS + 1)
     for phase in phases:

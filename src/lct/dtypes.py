@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, eq=False)  # rows of a table: compared and hashed by identity
 class DType:
-    """One row of the dtype table. ``name`` is torch's; ``low_bits`` raw bits a value beside the word."""
+    """One row of the dtype table. ``name``: torch's; ``low_bits``: raw bits beside the word."""
 
     name: str
     code: int

@@ -6,7 +6,7 @@ class LctError(Exception):
 
 
 class CorruptPayloadError(LctError, ValueError):
-    """A payload contradicts its own description: wrong size, version, header, marker or reference."""
+    """A payload contradicts its description: a wrong size, version, header, marker, reference."""
 
 
 class CorruptFileError(LctError, ValueError):

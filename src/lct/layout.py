@@ -70,7 +70,7 @@ class PayloadLayout:
     def choose(
         cls, preset: Preset, dtype: DType, num_values: int, capacity_words: int | None = None
     ) -> PayloadLayout:
-        """The layout for ``num_values`` values: ``preset``, or RAW where that would not be smaller."""
+        """The layout for ``num_values`` values: ``preset``'s, or RAW where that is not smaller."""
         return _choose(preset, dtype, num_values, capacity_words)
 
     @property
@@ -159,11 +159,11 @@ class PayloadLayout:
 
     @property
     def chunks_per_group(self) -> int:
-        """Arena chunks that one group can take at worst (a wide group also stores its low halves)."""
+        """Arena chunks that a group can take at worst; a wide one also stores its low halves."""
         return 3 if self.dtype is UPCAST else 1
 
     def group_values_index(self, group: int) -> np.ndarray:
-        """Index of the value at (step, lane, j) of ``group``, shape (steps, 32, 4); may pass the end."""
+        """Index of the value at (step, lane, j) of ``group``: (steps, 32, 4); may pass the end."""
         steps = np.arange(self.group_steps(group))[:, None, None]
         lanes = np.arange(LANES)[None, :, None]
         j = np.arange(QUAD)[None, None, :]
@@ -191,8 +191,10 @@ class PayloadLayout:
 
 
 @lru_cache(maxsize=4096)
-def _choose(preset: Preset, dtype: DType, num_values: int, capacity_words: int | None) -> PayloadLayout:
-    # Cached: training asks for the same few layouts at every step, and one costs tens of microseconds.
+def _choose(
+    preset: Preset, dtype: DType, num_values: int, capacity_words: int | None
+) -> PayloadLayout:
+    # Cached: training asks for the same few layouts at every step; one costs tens of microseconds.
     capacity = preset.capacity_words if capacity_words is None else capacity_words
     if dtype is UPCAST and preset.pooled:
         capacity = max(capacity, 4)  # a wide group keeps two references in its slot
@@ -220,10 +222,10 @@ def parse_header(data: bytes) -> tuple[PayloadLayout, int, int]:
 
 
 def best_capacity(needs: np.ndarray, headroom_words: int = 0) -> int:
-    """Pooled capacity, words, of least storage for groups that need ``needs`` words, int (num_groups,).
+    """Pooled capacity, words, of least storage for groups that need ``needs`` words.
 
-    A group that does not fit costs a chunk of the arena beside its slot. ``headroom_words`` are added
-    for values that are going to change.
+    ``needs``: int (num_groups,). A group that does not fit costs a chunk of the arena beside its
+    slot. ``headroom_words`` are added for values that are going to change.
     """
     sizes, counts = np.unique((np.asarray(needs, np.int64) + 3) // 4 * 4, return_counts=True)
     if not len(sizes):
@@ -248,22 +250,33 @@ def validate_payload(layout: PayloadLayout, payload: np.ndarray, spill_bytes: in
     check: decoders clamp their reads, so damaged streams give wrong values, never wild reads.
     """
     if payload.size != layout.size_bytes:
-        raise CorruptPayloadError(f"payload must have {layout.size_bytes} bytes, got {payload.size}")
+        raise CorruptPayloadError(
+            f"payload must have {layout.size_bytes} bytes, got {payload.size}"
+        )
     found, _, _ = parse_header(payload[:HEADER_BYTES].tobytes())
     if found != layout:
         raise CorruptPayloadError(f"payload header says {found}, expected {layout}")
     expected_ref = used = 0
+    # What is coded takes the words that every lane owns from the start.
+    codes = not layout.preset.pooled or layout.capacity_words >= FIRST_WORDS
     if layout.num_groups:
         meta = payload[layout.meta_offset :][: WORD_BYTES * layout.num_groups].view("<u4")
         lanes = payload[layout.lane_offset : layout.meta_offset].reshape(-1, LANES)
-        for group in np.flatnonzero(meta):
+        if not codes and not meta.all():
+            raise CorruptPayloadError(
+                f"a coded group takes a capacity of at least {FIRST_WORDS} words, "
+                f"got {layout.capacity_words}"
+            )
+        for group in np.flatnonzero(meta).tolist():
             word = int(meta[group])
-            state, ref, steps = word >> STATE_SHIFT, word & REF_MASK, layout.group_steps(int(group))
-            marker_limit = steps if layout.preset.pooled else 1
+            state, ref, steps = word >> STATE_SHIFT, word & REF_MASK, layout.group_steps(group)
+            marker_limit = steps if layout.preset.pooled and codes else 1
             if state == STATE_CONSTANT:
                 valid = ref < 256
             elif state == STATE_WIDE:
-                valid = layout.dtype is UPCAST and layout.capacity_words >= 2 and ref == expected_ref
+                valid = (
+                    layout.dtype is UPCAST and layout.capacity_words >= 2 and ref == expected_ref
+                )
             elif state & STATE_SPILLED:
                 valid = (state & MARKER_MASK) < marker_limit and ref == expected_ref
             else:

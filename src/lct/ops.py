@@ -15,16 +15,29 @@ import torch
 
 from .backends import cpu
 from .codebook import BANK_ROWS
-from .layout import CHUNK_BYTES, HEADER_BYTES, WORD_BYTES, PayloadLayout, parse_header
-from .layout import STATE_CONSTANT, STATE_SHIFT, STATE_SPILLED, STATE_WIDE, validate_payload
+from .layout import (
+    CHUNK_BYTES,
+    HEADER_BYTES,
+    STATE_CONSTANT,
+    STATE_SHIFT,
+    STATE_SPILLED,
+    STATE_WIDE,
+    WORD_BYTES,
+    PayloadLayout,
+    parse_header,
+    validate_payload,
+)
 
 SUPPORTED_DEVICES = ("cpu", "cuda")
 
 
 @dataclass
 class Stored:
-    """``payload``: uint8 (layout.size_bytes,). ``spill``: canonical uint8 on the CPU; a lease on the
-    device's arena on CUDA (it gives the chunks back when it is dropped)."""
+    """What a backend keeps for a tensor.
+
+    ``payload``: uint8 (layout.size_bytes,). ``spill``: canonical uint8 on the CPU; a lease on the
+    device's arena on CUDA (it gives the chunks back when it is dropped).
+    """
 
     payload: torch.Tensor
     spill: Any
@@ -65,7 +78,10 @@ def encode(
         return Stored(*_cuda().encode(dense, layout, candidates, into))
     values = patterns(dense)
     book, shift = (0, 0) if layout.is_raw else cpu.select(values, layout, candidates)
-    payload = into.payload if into is not None else torch.empty(layout.size_bytes, dtype=torch.uint8, device="cpu")
+    if into is not None:
+        payload = into.payload
+    else:
+        payload = torch.empty(layout.size_bytes, dtype=torch.uint8, device="cpu")
     _, spill = cpu.encode(values, layout, book, shift, payload.numpy())
     spilled = torch.from_numpy(spill)
     # Torch's own memory, so that what spilled is seen where torch's allocations are counted.
@@ -80,7 +96,9 @@ def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Te
     return out
 
 
-def can_step_fused(param: Stored, param_layout: PayloadLayout, state: Stored, state_layout: PayloadLayout) -> bool:
+def can_step_fused(
+    param: Stored, param_layout: PayloadLayout, state: Stored, state_layout: PayloadLayout
+) -> bool:
     """Whether ``fused_sgd`` takes this pair: pooled BF16 payloads on CUDA."""
     return all(
         stored.payload.is_cuda and layout.preset.pooled and layout.dtype.name == "bfloat16"
@@ -89,13 +107,20 @@ def can_step_fused(param: Stored, param_layout: PayloadLayout, state: Stored, st
 
 
 def fused_sgd(
-    param: Stored, param_layout: PayloadLayout, state: Stored, state_layout: PayloadLayout, grad: torch.Tensor, **update: Any
+    param: Stored,
+    param_layout: PayloadLayout,
+    state: Stored,
+    state_layout: PayloadLayout,
+    grad: torch.Tensor,
+    **update: Any,
 ) -> None:
     """One fused step of SGD with momentum in place; arguments as ``backends.cuda.steps.sgd``."""
     _cuda().sgd(param, param_layout, state, state_layout, grad, **update)
 
 
-def group_needs(dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]) -> np.ndarray:
+def group_needs(
+    dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]
+) -> np.ndarray:
     """Words each pooled group of ``dense`` needs, int32 (num_groups,). Synchronises on CUDA."""
     if dense.is_cuda:
         return _cuda().group_needs(dense, layout, candidates)
@@ -111,8 +136,10 @@ def to_canonical(stored: Stored, layout: PayloadLayout) -> tuple[np.ndarray, np.
     return stored.payload.numpy(), stored.spill.numpy()
 
 
-def from_canonical(payload: np.ndarray, spill: np.ndarray, layout: PayloadLayout, device: torch.device) -> Stored:
-    """The opposite of ``to_canonical``; CorruptPayloadError where the bytes are not safe to decode."""
+def from_canonical(
+    payload: np.ndarray, spill: np.ndarray, layout: PayloadLayout, device: torch.device
+) -> Stored:
+    """The opposite of ``to_canonical``; CorruptPayloadError where decoding is not safe."""
     validate_payload(layout, payload, spill.size)
     stored = Stored(torch.from_numpy(payload.copy()), torch.from_numpy(spill.copy()))
     if device.type == "cpu":
@@ -121,19 +148,21 @@ def from_canonical(payload: np.ndarray, spill: np.ndarray, layout: PayloadLayout
 
 
 def to_device(stored: Stored, layout: PayloadLayout, device: torch.device) -> Stored:
-    """A copy on ``device``. Chunks belong to a device's arena: a payload that spilled is encoded anew."""
+    """A copy on ``device``. Chunks belong to a device: what spilled on CUDA is encoded anew."""
     counts = count_groups(stored, layout)
     if counts.spilled == 0:
         payload = stored.payload.to(device, copy=True)
-        spill = torch.empty(0, dtype=torch.uint8) if device.type == "cpu" else _cuda().lease(payload, layout)
+        spill = (
+            torch.empty(0, dtype=torch.uint8) if device.type == "cpu" else _cuda().lease(payload)
+        )
         return Stored(payload, spill)
     if device.type == "cpu":
         payload_array, spill_array = to_canonical(stored, layout)
         return Stored(torch.from_numpy(payload_array.copy()), torch.from_numpy(spill_array.copy()))
     _, book, shift = parse_header(bytes(stored.payload[:HEADER_BYTES].cpu().numpy()))
-    source = stored.payload.device
     integer = torch.int32 if layout.dtype.itemsize == 4 else torch.int16
-    dense = decode(stored, layout, torch.empty(layout.num_values, dtype=integer, device=source)).to(device)
+    bits = torch.empty(layout.num_values, dtype=integer, device=stored.payload.device)
+    dense = decode(stored, layout, bits).to(device)
     return Stored(*_cuda().encode(dense, layout, (book,), None, shift=shift))
 
 
@@ -168,6 +197,7 @@ def arena_report() -> dict[str, dict[str, int]]:
     report = {}
     for device, arena in _cuda().arena.existing().items():
         arena.check()
+        arena.collect()
         counters = arena.counters()
         used = arena.total_chunks - counters.free_chunks
         report[f"cuda:{device}"] = {

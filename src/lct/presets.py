@@ -1,4 +1,4 @@
-"""Presets: how values are dealt to streams and how much room a stream has (docs/format.md, section 3).
+"""Presets: how values are dealt to streams, and a stream's room (docs/format.md, section 3).
 
 A *group* is what one warp codes: 32 streams, one quad (four consecutive values) a stream and step.
 """
@@ -18,7 +18,8 @@ class Preset:
 
     ``pooled``: the 32 streams of a group share one budget of ``capacity_words`` 32-bit words, and
     every span of 256 values has its own shift. Otherwise every stream owns ``capacity_words``
-    words, and the tensor has one shift. ``steps``: quads a stream, so ``steps * 128`` values a group.
+    words, and the tensor has one shift. ``steps``: quads a stream, so ``steps * 128`` values a
+    group.
     """
 
     name: str
@@ -53,7 +54,7 @@ PRESETS: dict[str, Preset] = {
         Preset("pooled", 4, pooled=True, steps=64, groups_per_block=1, capacity_words=784),
     )
 }
-# RAW is no user's choice: a payload that would not be smaller than the dense tensor is stored dense.
+# RAW is no user's choice: what would not get smaller is stored dense.
 RAW = Preset("raw", 0, pooled=False, steps=64, groups_per_block=1, capacity_words=0)
 PRESETS_BY_CODE: dict[int, Preset] = {p.code: p for p in (RAW, *PRESETS.values())}
 DEFAULT_PRESET = "pooled"

@@ -13,12 +13,12 @@ from .codebook import candidates as book_candidates
 from .dtypes import DTYPES, UPCAST, DType, get_dtype
 from .errors import CorruptPayloadError
 from .layout import FIRST_WORDS, HEADER_BYTES, PayloadLayout, best_capacity, parse_header
-from .presets import get_preset
+from .presets import Preset, get_preset
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 # Where this share of a tensor's groups spills, the tensor is stored anew with more room.
 _REPACK_SHARE = 1 / 32
-# Exact capacities leave 16 words (2 %) a group: a weight's need moves by a few words over a training run.
+# Exact capacities leave 16 words (2 %) a group: a weight's need moves by a few words in training.
 HEADROOM_WORDS = 16
 
 _live: weakref.WeakSet[CompressedTensor] = weakref.WeakSet()
@@ -29,11 +29,12 @@ Capacity = int | Literal["exact"] | None
 class CompressedTensor:
     """A tensor stored losslessly: ``shape`` and ``dtype`` of the dense tensor, bytes of the format.
 
-    Made by ``encode``. ``payload`` is one uint8 allocation on ``device``; what spilled lies beside it
-    on the CPU and in the device's arena on CUDA. Aliases share the object: ``encode_`` writes in place.
+    Made by ``encode``. ``payload`` is one uint8 allocation on ``device``; what spilled lies beside
+    it on the CPU and in the device's arena on CUDA. Aliases share the object: ``encode_`` writes in
+    place.
     """
 
-    __slots__ = ("__weakref__", "_candidates", "_stored", "dtype", "layout", "shape")
+    __slots__ = ("__weakref__", "_candidates", "_preset", "_stored", "dtype", "layout", "shape")
 
     def __init__(
         self,
@@ -41,12 +42,14 @@ class CompressedTensor:
         layout: PayloadLayout,
         shape: torch.Size,
         candidates: tuple[int, ...],
+        preset: Preset,
     ) -> None:
         self._stored = stored
         self.layout = layout
         self.shape = shape
         self.dtype = _TORCH_DTYPES[layout.dtype.name]
         self._candidates = candidates
+        self._preset = preset  # as asked for; the layout may be RAW, and may come back from it
         _live.add(self)
 
     @property
@@ -106,30 +109,39 @@ class CompressedTensor:
         return [self.payload, spill] if isinstance(spill, torch.Tensor) else [self.payload]
 
     def decode(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The dense tensor, contiguous; into ``out`` (same shape, dtype and device, contiguous) if given."""
+        """The dense tensor, contiguous; in ``out`` (same shape, dtype, device) where given."""
         if out is None:
             out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        elif out.shape != self.shape or out.dtype != self.dtype or out.device != self.device or not out.is_contiguous():
+        elif (
+            out.shape != self.shape
+            or out.dtype != self.dtype
+            or out.device != self.device
+            or not out.is_contiguous()
+        ):
             raise ValueError(
-                f"out must be a contiguous {self.dtype} tensor of shape {tuple(self.shape)} on {self.device}, "
-                f"got {_describe(out)}"
+                f"out must be a contiguous {self.dtype} tensor of shape {tuple(self.shape)} on "
+                f"{self.device}, got {_describe(out)}"
             )
         return ops.decode(self._stored, self.layout, out)
 
     def encode_(self, dense: torch.Tensor) -> CompressedTensor:
-        """Store ``dense`` (same shape, dtype and device) in place of the present values; returns self.
+        """Store ``dense`` (same shape, dtype, device) in place of the present values; returns self.
 
-        The payload's memory is reused. Where many groups spill it is replaced by a larger one; on an
-        error the old values stay.
+        The payload's memory is reused. Where many groups spill it is replaced by a larger one; on
+        an error the old values stay.
         """
         if dense.shape != self.shape or dense.dtype != self.dtype or dense.device != self.device:
             raise ValueError(
-                f"encode_ takes a {self.dtype} tensor of shape {tuple(self.shape)} on {self.device}, "
-                f"got {_describe(dense)}"
+                f"encode_ takes a {self.dtype} tensor of shape {tuple(self.shape)} on "
+                f"{self.device}, got {_describe(dense)}"
             )
-        dense = dense.detach().contiguous()
+        dense = _plain(dense)
+        # On CUDA looking would wait for the device: relieve_arena and repack do it there.
+        looks = self._preset.pooled and not self.payload.is_cuda
+        if looks and self.layout.is_raw and self._store_exactly(dense):
+            return self
         self._stored = ops.encode(dense, self.layout, self._candidates, self._stored)
-        if self.layout.preset.pooled and not self._stored.payload.is_cuda:
+        if looks and not self.layout.is_raw:
             counts = ops.count_groups(self._stored, self.layout)
             if counts.spilled > counts.groups * _REPACK_SHARE:
                 self._store_exactly(dense)
@@ -140,7 +152,7 @@ class CompressedTensor:
         return ops.can_step_fused(self._stored, self.layout, state._stored, state.layout)
 
     def sgd_(self, state: CompressedTensor, grad: torch.Tensor, **update: Any) -> None:
-        """One fused step of SGD with momentum on this parameter and ``state``, in place, in one pass.
+        """One fused step of SGD with momentum on this parameter and ``state``, in place.
 
         ``update``: lr, momentum, dampening, weight_decay (floats), nesterov, maximize (bools),
         rounding ("single", "foreach" or "fused"), grad_scale, found_inf (float32 tensors or None).
@@ -149,15 +161,20 @@ class CompressedTensor:
 
     def repack(self) -> CompressedTensor:
         """Store the present values anew with the capacity that they need. Synchronises on CUDA."""
-        if self.layout.preset.pooled:
+        if self._preset.pooled:
             self._store_exactly(self.decode())
         return self
 
-    def _store_exactly(self, dense: torch.Tensor) -> None:
-        layout = _exact_layout(dense, self.layout, self._candidates)
-        if layout != self.layout:
-            self._stored = ops.encode(dense, layout, self._candidates)
-            self.layout = layout
+    def _store_exactly(self, dense: torch.Tensor) -> bool:
+        """Store ``dense`` in the layout that it needs; False where that is the present one."""
+        if not dense.numel():
+            return False
+        layout = _exact_layout(dense, self._preset, self.layout.dtype, self._candidates)
+        if layout == self.layout:
+            return False
+        self._stored = ops.encode(dense, layout, self._candidates)
+        self.layout = layout
+        return True
 
     def clone(self) -> CompressedTensor:
         """A copy with a payload of its own. Synchronises on CUDA."""
@@ -174,11 +191,13 @@ class CompressedTensor:
 
     def cuda(self, device: int | None = None) -> CompressedTensor:
         """``to`` a CUDA device, the current one by default."""
-        return self.to(torch.device("cuda", torch.cuda.current_device() if device is None else device))
+        return self.to(
+            torch.device("cuda", torch.cuda.current_device() if device is None else device)
+        )
 
     def _on(self, device: torch.device) -> CompressedTensor:
         stored = ops.to_device(self._stored, self.layout, device)
-        return CompressedTensor(stored, self.layout, self.shape, self._candidates)
+        return CompressedTensor(stored, self.layout, self.shape, self._candidates, self._preset)
 
     def canonical_bytes(self) -> bytes:
         """Payload and spilled data as the format's canonical bytes, equal on all backends."""
@@ -189,17 +208,21 @@ class CompressedTensor:
     def from_canonical(
         cls, data: bytes | np.ndarray, shape: tuple[int, ...], device: torch.device | str = "cpu"
     ) -> CompressedTensor:
-        """The tensor whose ``canonical_bytes`` are ``data``. CorruptPayloadError where they are damaged."""
+        """The tensor with these ``canonical_bytes``. CorruptPayloadError where they are damaged."""
         array = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
         layout, _, _ = parse_header(array[:HEADER_BYTES].tobytes())
         size = torch.Size(shape)
         if size.numel() != layout.num_values:
             raise CorruptPayloadError(f"shape {tuple(shape)} must have {layout.num_values} values")
         if array.size < layout.size_bytes:
-            raise CorruptPayloadError(f"payload must have {layout.size_bytes} bytes, got {array.size}")
+            raise CorruptPayloadError(
+                f"payload must have {layout.size_bytes} bytes, got {array.size}"
+            )
         payload, spill = array[: layout.size_bytes], array[layout.size_bytes :]
         stored = ops.from_canonical(payload, spill, layout, torch.device(device))
-        return cls(stored, layout, size, book_candidates(None))
+        # A payload that is stored dense does not say which preset had been asked for.
+        preset = get_preset(None) if layout.is_raw else layout.preset
+        return cls(stored, layout, size, book_candidates(None), preset)
 
     def __reduce__(self) -> tuple[Any, ...]:
         data = np.frombuffer(self.canonical_bytes(), np.uint8)
@@ -207,8 +230,9 @@ class CompressedTensor:
 
     def __repr__(self) -> str:
         return (
-            f"CompressedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"preset={self.preset!r}, payload={self.payload.nbytes} of {self.dense_nbytes} bytes)"
+            f"CompressedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device={self.device}, preset={self.preset!r}, "
+            f"payload={self.payload.nbytes} of {self.dense_nbytes} bytes)"
         )
 
 
@@ -225,17 +249,30 @@ def _check_encodable(tensor: object) -> torch.Tensor:
     if tensor.is_quantized:
         raise TypeError(f"encode takes no quantized tensor, got {tensor.dtype}")
     if tensor.device.type not in ops.SUPPORTED_DEVICES:
-        raise ValueError(f"device must be one of {', '.join(ops.SUPPORTED_DEVICES)}, got {tensor.device}")
-    return tensor.detach().contiguous()
+        raise ValueError(
+            f"device must be one of {', '.join(ops.SUPPORTED_DEVICES)}, got {tensor.device}"
+        )
+    return _plain(tensor)
 
 
-def _exact_layout(dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]) -> PayloadLayout:
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with its values in memory as they read: contiguous, no pending negation."""
+    return tensor.detach().resolve_neg().contiguous()
+
+
+def _exact_layout(
+    dense: torch.Tensor, preset: Preset, dtype: DType, candidates: tuple[int, ...]
+) -> PayloadLayout:
+    """The pooled layout with the capacity that ``dense`` needs, or RAW. Synchronises on CUDA."""
+    layout = PayloadLayout(preset, dtype, dense.numel(), preset.capacity_words)
     needs = ops.group_needs(dense, layout, candidates)
     if layout.tail_steps:
         # The last group has room in proportion to its steps (PayloadLayout.tail_capacity_words).
         tail = np.maximum(needs[layout.full_groups :] - FIRST_WORDS, 0)
         needs[layout.full_groups :] += -(-tail * layout.preset.steps // layout.tail_steps) - tail
-    return PayloadLayout.choose(layout.preset, layout.dtype, layout.num_values, best_capacity(needs, HEADROOM_WORDS))
+    return PayloadLayout.choose(
+        layout.preset, layout.dtype, layout.num_values, best_capacity(needs, HEADROOM_WORDS)
+    )
 
 
 def encode(
@@ -250,13 +287,13 @@ def encode(
 
     ``preset``: ``"clean"``, ``"medium"``, ``"high"``, ``"pooled"`` or None for the default.
     ``distribution``: pins the codebook's family (``"gaussian"``, ``"laplace"``, ``"power-law"``,
-    ``"log-normal"``); None chooses among all of the bank. ``capacity``: 32-bit words a group (pooled)
-    or a stream (fixed); None is the preset's own, ``"exact"`` measures the need first (pooled; one
-    synchronisation on CUDA). ``upcast``: a hint that an FP32 tensor holds BF16 values, so that its
-    lower halves get no room; a wrong hint costs storage, not bits.
+    ``"log-normal"``); None chooses among all of the bank. ``capacity``: 32-bit words a group
+    (pooled) or a stream (fixed); None is the preset's own, ``"exact"`` measures the need first
+    (pooled; one synchronisation on CUDA). ``upcast``: a hint that an FP32 tensor holds BF16 values,
+    so that its lower halves get no room; a wrong hint costs storage, not bits.
 
-    On CUDA the call does not wait for the device, ``"exact"`` excepted. Raises TypeError for a wrong
-    dtype or layout, ValueError for a wrong device, preset, distribution or capacity.
+    On CUDA the call does not wait for the device, ``"exact"`` excepted. Raises TypeError for a
+    wrong dtype or layout, ValueError for a wrong device, preset, distribution or capacity.
     """
     dense = _check_encodable(tensor)
     row = get_preset(preset)
@@ -271,10 +308,11 @@ def encode(
     elif capacity == "exact":
         layout = PayloadLayout.choose(row, dtype, dense.numel())
         if layout.preset.pooled:
-            layout = _exact_layout(dense, layout, candidates)
+            layout = _exact_layout(dense, row, dtype, candidates)
     else:
         raise ValueError(f'capacity must be a number of words, "exact" or None, got {capacity!r}')
-    return CompressedTensor(ops.encode(dense, layout, candidates), layout, tensor.shape, candidates)
+    stored = ops.encode(dense, layout, candidates)
+    return CompressedTensor(stored, layout, tensor.shape, candidates, row)
 
 
 def decode(compressed: CompressedTensor) -> torch.Tensor:
@@ -292,12 +330,21 @@ def live_tensors() -> list[CompressedTensor]:
 def stats() -> dict[str, Any]:
     """What all compressed tensors hold now, spills and arenas included. Synchronises on CUDA.
 
-    Bytes in ``dense_bytes``, ``payload_bytes``, ``spilled_bytes``; numbers of ``tensors``, ``groups``,
-    ``constant_groups``, ``spilled_groups``, ``raw_groups`` (spilled as a whole); ``arenas`` by device.
-    ArenaExhaustedError if a replayed graph ran out of reserved arena.
+    Bytes in ``dense_bytes``, ``payload_bytes``, ``spilled_bytes``; numbers of ``tensors``,
+    ``groups``, ``constant_groups``, ``spilled_groups``, ``raw_groups`` (spilled as a whole);
+    ``arenas`` by device. ArenaExhaustedError if a replayed graph ran out of reserved arena.
     """
     total = dict.fromkeys(
-        ("dense_bytes", "payload_bytes", "spilled_bytes", "groups", "constant_groups", "spilled_groups", "raw_groups"), 0
+        (
+            "dense_bytes",
+            "payload_bytes",
+            "spilled_bytes",
+            "groups",
+            "constant_groups",
+            "spilled_groups",
+            "raw_groups",
+        ),
+        0,
     )
     tensors = live_tensors()
     for tensor in tensors:
@@ -329,15 +376,18 @@ _RELIEF_CHUNKS = 64
 def relieve_arena(device: torch.device) -> None:
     """Store tensors of which many groups spill anew, with the room that they need.
 
-    For optimizers, after a step. Free while few chunks are in use as far as the host has heard; else
-    synchronises, and looks again only when twice as many are in use.
+    For optimizers, after a step. Free while few chunks are in use as far as the host has heard;
+    else synchronises, and looks again only when twice as many are in use.
     """
-    if device.type != "cuda" or ops.arena_used_chunks(device) <= _relief_thresholds.get(device, _RELIEF_CHUNKS):
+    if device.type != "cuda":
+        return
+    if ops.arena_used_chunks(device) <= _relief_thresholds.get(device, _RELIEF_CHUNKS):
         return
     for tensor in live_tensors():
         if tensor.device == device and tensor.layout.preset.pooled:
             counts = tensor.group_counts()
             if counts.spilled > counts.groups * _REPACK_SHARE:
                 tensor.repack()
-    left = sum(tensor.group_counts().spilled for tensor in live_tensors() if tensor.device == device)
+    on_device = (tensor for tensor in live_tensors() if tensor.device == device)
+    left = sum(tensor.group_counts().spilled for tensor in on_device)
     _relief_thresholds[device] = max(_RELIEF_CHUNKS, 2 * left)

@@ -1,4 +1,4 @@
-"""The CUDA backend gives the reference's bytes and every bit back; the arena never loses anything."""
+"""The CUDA backend gives the reference's bytes and every bit back; the arena loses nothing."""
 
 import gc
 import pickle
@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import lct
+from inputs import DATA
 from lct import ops
 from lct.backends import reference
 from lct.codebook import candidates
 from lct.errors import ArenaExhaustedError
 from lct.layout import parse_header, validate_payload
 from lct.presets import PRESETS
-
-from inputs import DATA
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -31,7 +30,9 @@ def gaussian(count: int, scale: float = 0.02, seed: int = 0) -> torch.Tensor:
 
 def random_bits(count: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**15), 2**15, (count,), generator=generator, dtype=torch.int32).to(torch.int16)
+    return torch.randint(-(2**15), 2**15, (count,), generator=generator, dtype=torch.int32).to(
+        torch.int16
+    )
 
 
 INPUTS = {
@@ -41,13 +42,35 @@ INPUTS = {
     "negative zeros": lambda n: torch.full((n,), -0.0).bfloat16(),
     "constant": lambda n: torch.full((n,), 1.5).bfloat16(),
     "sparse": lambda n: (gaussian(n) * (gaussian(n, 1.0, 1) > 0.7)).bfloat16(),
-    "subnormal": lambda n: (random_bits(n).to(torch.int32) & 0x07FF).to(torch.int16).view(torch.bfloat16),
+    "subnormal": lambda n: (
+        (random_bits(n).to(torch.int32) & 0x07FF).to(torch.int16).view(torch.bfloat16)
+    ),
     "alternating extremes": lambda n: torch.tensor([1e-38, 3e38]).repeat(n // 2 + 1)[:n].bfloat16(),
     "nan payloads": lambda n: (random_bits(n) | 0x7F80).view(torch.bfloat16),
-    "infinities": lambda n: torch.tensor([float("inf"), -float("inf")]).repeat(n // 2 + 1)[:n].bfloat16(),
+    "infinities": lambda n: (
+        torch.tensor([float("inf"), -float("inf")]).repeat(n // 2 + 1)[:n].bfloat16()
+    ),
     "wide": lambda n: (gaussian(n) * torch.exp2(4 * gaussian(n, 1.0, 2))).bfloat16(),
 }
-SIZES = (1, 5, 127, 128, 129, 255, 256, 257, 8191, 8192, 8193, 20001, 32767, 32769, 65535, 65536, 65537)
+SIZES = (
+    1,
+    5,
+    127,
+    128,
+    129,
+    255,
+    256,
+    257,
+    8191,
+    8192,
+    8193,
+    20001,
+    32767,
+    32769,
+    65535,
+    65536,
+    65537,
+)
 
 
 def assert_reference_bytes(dense: torch.Tensor, compressed: lct.CompressedTensor) -> None:
@@ -61,7 +84,10 @@ def assert_reference_bytes(dense: torch.Tensor, compressed: lct.CompressedTensor
     expected_payload, expected_spill = reference.encode(values, layout, book, shift)
     payload, spill = ops.to_canonical(compressed._stored, layout)
     validate_payload(layout, payload, spill.size)
-    for name, got, expected in (("payload", payload, expected_payload), ("spill", spill, expected_spill)):
+    for name, got, expected in (
+        ("payload", payload, expected_payload),
+        ("spill", spill, expected_spill),
+    ):
         assert got.size == expected.size, f"{name} has {got.size} bytes, expected {expected.size}"
         different = np.flatnonzero(got != expected)
         assert not different.size, f"{name} differs first at byte {different[0]} of {got.size}"
@@ -72,7 +98,9 @@ def assert_reference_bytes(dense: torch.Tensor, compressed: lct.CompressedTensor
 def real_tensors() -> dict[str, torch.Tensor]:
     """The real tensors of tests/data, flat, at most 8 groups each: the reference is slow."""
     return {
-        path.stem: torch.from_numpy(np.load(path).reshape(-1)[:60_000].view(np.int16)).view(torch.bfloat16)
+        path.stem: torch.from_numpy(np.load(path).reshape(-1)[:60_000].view(np.int16)).view(
+            torch.bfloat16
+        )
         for path in sorted(DATA.glob("*.npy"))
     }
 
@@ -144,7 +172,9 @@ def test_non_contiguous_and_misaligned() -> None:
     for view in (dense.t(), dense[:, 3:], dense[1:].flatten()[1:]):
         compressed = lct.encode(view)
         assert torch.equal(bits(compressed.decode()), bits(view.contiguous()))
-        out = torch.empty(view.numel() + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(view.shape)
+        out = torch.empty(view.numel() + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(
+            view.shape
+        )
         assert torch.equal(bits(compressed.decode(out)), bits(view.contiguous()))
 
 
@@ -178,6 +208,7 @@ def test_encode_in_place_reuses_and_returns_chunks() -> None:
     assert used >= compressed.group_counts().spilled > 0
     del compressed
     gc.collect()
+    arena.of(0).collect()
     assert arena.of(0).total_chunks - arena.of(0).counters().free_chunks < used
 
 
@@ -195,7 +226,9 @@ def test_small_arena_waits_and_grows_but_never_fails(monkeypatch: pytest.MonkeyP
     assert arena.of(0).counters().failed_groups == 0
 
 
-def test_no_memory_for_the_arena_is_an_error_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_the_arena_is_an_error_before_anything_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from lct.backends.cuda import arena
 
     dense = INPUTS["gaussian"](8192 * 40).to(DEVICE)
@@ -207,7 +240,9 @@ def test_no_memory_for_the_arena_is_an_error_before_anything_changes(monkeypatch
     def no_memory(*_args, **_kwargs):
         raise torch.cuda.OutOfMemoryError("no memory")
 
-    big = lct.encode(INPUTS["random bits"](8192 * (own.counters().free_chunks + 600)).to(DEVICE), preset="clean")
+    big = lct.encode(
+        INPUTS["random bits"](8192 * (own.counters().free_chunks + 600)).to(DEVICE), preset="clean"
+    )
     monkeypatch.setattr(arena.torch, "empty", no_memory)
     with pytest.raises(ArenaExhaustedError, match="nothing was overwritten"):
         for _ in range(10_000):
@@ -262,10 +297,12 @@ def test_more_than_two_to_the_31_values() -> None:
         compressed = lct.encode(dense, preset=preset)
         decoded = compressed.decode()
         for start in range(0, count, 2**28):
-            assert torch.equal(bits(decoded[start : start + 2**28]), bits(dense[start : start + 2**28])), (preset, start)
+            assert torch.equal(
+                bits(decoded[start : start + 2**28]), bits(dense[start : start + 2**28])
+            ), (preset, start)
         del decoded
         layout, payload = compressed.layout, compressed.payload
-        # Groups on both sides of the boundary: their bytes equal those of the same values encoded alone.
+        # Groups on both sides of the boundary have the bytes of the same values encoded alone.
         first = 2**31 - 2 * layout.preset.block_values
         values = ops.patterns(dense[first:].cpu())
         small = layout.choose(layout.preset, layout.dtype, len(values), layout.capacity_words)

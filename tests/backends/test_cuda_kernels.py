@@ -12,18 +12,18 @@ from lct.errors import LctError
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", jit.ARCHITECTURES)
 def test_every_kernel_compiles_without_spills(arch: str) -> None:
-    for kernel, preset, dtype, rounding in jit.variants():
-        code, used = jit.compile_kernel(kernel, preset, dtype, arch, rounding)
-        name = f"{kernel.entry} {preset.name} {dtype.name}({dtype.code}) rounding {rounding} {arch}"
+    for kernel, variant in jit.variants():
+        code, used = jit.compile_kernel(kernel, variant, arch)
+        name = f"{kernel.entry} {variant.preset.name} {variant.dtype.name} {sorted(variant.options)} {arch}"
         assert code[:4] == b"\x7fELF", name
         assert (used.spill_bytes, used.stack_bytes) == (0, 0), f"{name}: {used}"
 
 
 def test_broken_kernel_names_source_and_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "source", lambda *_: "this is no kernel;")
-    kernel, preset, dtype, rounding = jit.variants()[0]
+    kernel, variant = jit.variants()[0]
     with pytest.raises(LctError, match=r"pooled_encode\.cu .* does not compile for sm_90"):
-        jit.compile_kernel(kernel, preset, dtype, "sm_90", rounding)
+        jit.compile_kernel(kernel, variant, "sm_90")
 
 
 def test_argument_structures_match_the_kernels() -> None:
@@ -32,7 +32,9 @@ def test_argument_structures_match_the_kernels() -> None:
     order = [name for name, _ in jit.Args._fields_]
     positions = [body.index(name) for name in order]
     assert positions == sorted(positions)
-    body = (jit.KERNEL_DIR / "sgd_update.cuh").read_text().split("struct StepArgs {")[1].split("};")[0]
+    body = (
+        (jit.KERNEL_DIR / "sgd_update.cuh").read_text().split("struct StepArgs {")[1].split("};")[0]
+    )
     positions = [body.index(name) for name, _ in steps.SgdArgs._fields_]
     assert positions == sorted(positions)
 

@@ -1,4 +1,4 @@
-"""The fused SGD step on CUDA: bits of torch's own paths on dense tensors, hostile values included."""
+"""The fused SGD step on CUDA: bits of torch's own paths on dense tensors, hostile ones too."""
 
 import itertools
 
@@ -80,8 +80,9 @@ def compare(kind: str, rounding: str, steps: int, capacity: int | str, **options
         ):
             different = (bits(got) != bits(expected)).nonzero()
             assert not len(different), (
-                f"{name} differs at step {step} in {len(different)} values, first at {different[0].item()}: "
-                f"{bits(got)[different[0]].item():#x} instead of {bits(expected)[different[0]].item():#x}"
+                f"{name} differs at step {step} in {len(different)} values, first at "
+                f"{different[0].item()}: {bits(got)[different[0]].item():#x} instead of "
+                f"{bits(expected)[different[0]].item():#x}"
             )
     # What a step leaves is what an encode of the same values with the same book gives.
     for compressed in (param, state):
@@ -95,8 +96,8 @@ def compare(kind: str, rounding: str, steps: int, capacity: int | str, **options
 @pytest.mark.parametrize(
     "options",
     [
-        {**dict(zip(("nesterov", "maximize"), flags)), "weight_decay": decay}
-        for flags in itertools.product((False, True), repeat=2)
+        {"nesterov": nesterov, "maximize": maximize, "weight_decay": decay}
+        for nesterov, maximize in itertools.product((False, True), repeat=2)
         for decay in (0.0, 0.1)
     ]
     + [{"dampening": 0.3}, {"dampening": 0.1, "weight_decay": 0.01, "maximize": True}],

@@ -1,4 +1,4 @@
-"""The CUDA backend: kernels compiled by NVRTC (jit), the overflow arena, the codec and fused steps."""
+"""The CUDA backend: kernels compiled by NVRTC (jit), the overflow arena, the codec, fused steps."""
 
 from . import arena
 from .codec import decode, encode, group_needs, lease, to_canonical

@@ -1,11 +1,12 @@
 """The overflow arena of a CUDA device, and the credit that lets launches never run out of it.
 
 Chunks of 8,192 bytes lie in segments; a bitmap and a counter of free chunks live on the device
-(kernels/arena.cuh). A launch is admitted only while the free chunks that the host knows of cover the
-worst case of every launch in flight: then no launch can fail, and nothing is overwritten that could
-not be stored. The host learns what finished launches really took from a copy of the counters that it
-never waits for in the common case. During CUDA graph capture the host cannot step in: kernels take
-credit on the device, and a group that finds none stays as it was and is counted (``check``).
+(kernels/arena.cuh). A launch is admitted only while the free chunks that the host knows of cover
+the worst case of every launch in flight: then no launch can fail, and nothing is overwritten that
+could not be stored. The host learns what finished launches really took from a copy of the counters
+that it never waits for in the common case. During CUDA graph capture the host cannot step in:
+kernels take credit on the device, and a group that finds none stays as it was and is counted
+(``check``).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _FAILED_OFFSET = 4  # of failed_groups in the control block
 _SEGMENTS_BYTES = MAX_CHUNKS // SEGMENT_CHUNKS * 8
 # The counters are copied to the host every this many launches: about 12 us of host time each.
 _CHECKPOINT_LAUNCHES = 16
+_OWNER_BYTES = 4  # a chunk's owner, behind the chunks of its segment
+_SWEEP_PAYLOADS = 4096
 _BF16 = DTYPES["bfloat16"]
 
 
@@ -64,18 +67,20 @@ class Arena:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.limit_chunks = max(1, arena_limit_bytes(torch.cuda.get_device_properties(device).total_memory) // CHUNK_BYTES)
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+        self.limit_chunks = max(1, arena_limit_bytes(device_bytes) // CHUNK_BYTES)
         self.segments: list[torch.Tensor] = []
         self._lock = threading.RLock()
         self._control = torch.zeros(
-            _CONTROL_BYTES + _BITMAP_BYTES + _SEGMENTS_BYTES, dtype=torch.uint8, device=torch.device("cuda", device)
+            _CONTROL_BYTES + _BITMAP_BYTES + _SEGMENTS_BYTES,
+            dtype=torch.uint8,
+            device=torch.device("cuda", device),
         )
         self._control[_CONTROL_BYTES : _CONTROL_BYTES + _BITMAP_BYTES] = 0xFF
         self.pointer = self._control.data_ptr()
         segment_shift = SEGMENT_CHUNKS.bit_length() - 1
-        head = CONTROL.pack(
-            0, 0, 0, 1, segment_shift, self.pointer + _CONTROL_BYTES + _BITMAP_BYTES, self.pointer + _CONTROL_BYTES
-        )
+        bitmap = self.pointer + _CONTROL_BYTES
+        head = CONTROL.pack(0, 0, 0, 1, segment_shift, bitmap + _BITMAP_BYTES, bitmap)
         self._control[: CONTROL.size].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         torch.cuda.current_stream(device).synchronize()
         self._known = Counters(0, 0, 0)
@@ -86,6 +91,8 @@ class Arena:
         self._checkpoints: deque[_Checkpoint] = deque()
         self._stream: int | None = None
         self._spare: list[torch.Tensor] = []
+        self._serial = 0
+        self._gone: deque[tuple[int, int]] = deque()
 
     # ---- sizes -------------------------------------------------------------------------------
 
@@ -101,16 +108,18 @@ class Arena:
 
     def counters(self) -> Counters:
         """The device's counters now. Synchronises."""
-        free, failed, taken, _, _, _, _ = CONTROL.unpack(bytes(self._control[: CONTROL.size].cpu().numpy()))
+        head = bytes(self._control[: CONTROL.size].cpu().numpy())
+        free, failed, taken, _, _, _, _ = CONTROL.unpack(head)
         return Counters(free, failed, taken)
 
     # ---- credit ------------------------------------------------------------------------------
 
     def admit(self, chunks: int, stream: int) -> int:
-        """Make sure that a launch on ``stream`` may take ``chunks``; returns the number of the launch.
+        """Make sure that a launch on ``stream`` may take ``chunks``; returns its number.
 
-        Waits only where launches in flight might take all that is free and the arena is at its limit.
-        ArenaExhaustedError, before anything is launched, where the device has no memory to grow it.
+        Waits only where launches in flight might take all that is free and the arena is at its
+        limit. ArenaExhaustedError, before anything is launched, where the device has no memory to
+        grow it.
         """
         with self._lock:
             if self._stream is not None and stream != self._stream:
@@ -126,21 +135,53 @@ class Arena:
 
     def launched(self) -> None:
         """Call after the launch: now and then notes a point at which to read the counters."""
-        if self._launches_since >= _CHECKPOINT_LAUNCHES or self._uncovered * 4 > self._known.free_chunks:
+        if (
+            self._launches_since >= _CHECKPOINT_LAUNCHES
+            or self._uncovered * 4 > self._known.free_chunks
+        ):
             with self._lock:
                 self._checkpoint()
 
-    def may_have_spilled(self, first: int, last: int, taken_before: int) -> bool:
-        """False where no launch from ``first`` to ``last`` took a chunk, as far as the host knows.
+    def new_serial(self) -> int:
+        """A number for a payload, which marks its chunks."""
+        self._serial = self._serial % 0xFFFFFFFF + 1
+        return self._serial
 
-        ``taken_before``: ``known_taken()`` before launch ``first``.
+    def forget(self, serial: int, last_launch: int) -> None:
+        """The payload ``serial``, last written by launch ``last_launch``, is gone: its chunks are free.
+
+        Costs no launch: a sweep gives the chunks back when many payloads are gone or chunks are short,
+        and where nothing ever spilled there is nothing to sweep.
         """
-        self._poll()
-        return last > self._completed_sequence or self._known.taken_total != taken_before
+        self._gone.append((serial, last_launch))
+        if len(self._gone) >= _SWEEP_PAYLOADS:
+            with self._lock:
+                self._poll()
+                if len(self._gone) >= _SWEEP_PAYLOADS:
+                    self.collect()
 
-    def known_taken(self) -> int:
-        """Chunks ever taken, as the host last heard."""
-        return self._known.taken_total
+    def collect(self) -> None:
+        """Give back the chunks of payloads that are gone, in the order of the arena's stream."""
+        with self._lock:
+            serials = sorted(serial for serial, _ in self._gone)
+            self._gone.clear()
+            if not serials or not self.segments or torch.cuda.is_current_stream_capturing():
+                return
+            numbers = torch.tensor(serials, dtype=torch.int64).to(torch.int32)
+            stream = self._stream if self._stream is not None else self._current_stream()
+            with torch.cuda.stream(self._torch_stream(stream)):
+                gone = numbers.to(torch.device("cuda", self.device))
+                args = jit.Args(dense=gone.data_ptr(), arena=self.pointer, capacity=len(serials))
+                args.end_group = self.total_chunks
+                kernel = jit.load("sweep_chunks", PRESETS["pooled"], _BF16, self.device)
+                jit.launch(kernel, args, -(-self.total_chunks // (kernel.warps * 32)), 0, stream)
+            self._launches_since += (
+                1  # so that a checkpoint follows and the host hears of free chunks
+            )
+            self._sequence += 1
+
+    def _current_stream(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def _in_flight(self) -> int:
         return self._uncovered + sum(c.debited for c in self._checkpoints)
@@ -149,6 +190,8 @@ class Arena:
         self._poll()
         if self._in_flight() + chunks <= self._known.free_chunks:
             return
+        if self._known.taken_total:
+            self.collect()
         missing = self._in_flight() + chunks - self._known.free_chunks
         room = self.limit_chunks - self.total_chunks
         if missing <= room or not self._in_flight():
@@ -165,20 +208,24 @@ class Arena:
     def _grow(self, chunks: int) -> None:
         for _ in range(-(-chunks // SEGMENT_CHUNKS)):
             if self.total_chunks + SEGMENT_CHUNKS > MAX_CHUNKS:
-                raise ArenaExhaustedError(f"the arena holds at most {MAX_CHUNKS} chunks; nothing was overwritten")
+                raise ArenaExhaustedError(
+                    f"the arena holds at most {MAX_CHUNKS} chunks; nothing was overwritten"
+                )
             try:
                 segment = torch.empty(
-                    SEGMENT_CHUNKS * CHUNK_BYTES, dtype=torch.uint8, device=torch.device("cuda", self.device)
+                    SEGMENT_CHUNKS * CHUNK_BYTES,
+                    dtype=torch.uint8,
+                    device=torch.device("cuda", self.device),
                 )
             except torch.cuda.OutOfMemoryError as error:
                 raise ArenaExhaustedError(
-                    f"the overflow arena needs {chunks} more chunks of {CHUNK_BYTES} bytes and the device has no "
-                    f"memory for them; nothing was overwritten ({error})"
+                    f"the overflow arena needs {chunks} more chunks of {CHUNK_BYTES} bytes and "
+                    f"the device has no memory for them; nothing was overwritten ({error})"
                 ) from error
             args = jit.Args(dense=segment.data_ptr(), arena=self.pointer)
             args.first_group, args.end_group = len(self.segments), SEGMENT_CHUNKS
             kernel = jit.load("grow_arena", PRESETS["pooled"], _BF16, self.device)
-            stream = self._stream if self._stream is not None else torch.cuda.current_stream(self.device).cuda_stream
+            stream = self._stream if self._stream is not None else self._current_stream()
             jit.launch(kernel, args, 1, 0, stream)
             self.segments.append(segment)
             self._known.free_chunks += SEGMENT_CHUNKS
@@ -187,7 +234,7 @@ class Arena:
         """Grow to at least ``size_bytes`` of chunks, for captured graphs."""
         with self._lock:
             if self._stream is None:
-                self._stream = torch.cuda.current_stream(self.device).cuda_stream
+                self._stream = self._current_stream()
             missing = -(-size_bytes // CHUNK_BYTES) - self.total_chunks
             if missing > 0:
                 self._grow(missing)
@@ -206,8 +253,9 @@ class Arena:
             self._control[_FAILED_OFFSET : _FAILED_OFFSET + 4] = 0
             self._known.failed_groups = 0
             raise ArenaExhaustedError(
-                f"{failed} groups found no room in the arena of cuda:{self.device} during graph replay and kept their "
-                "old values, as did every group after them: reserve more with lct.reserve_arena(size_bytes) before capture"
+                f"{failed} groups found no room in the arena of cuda:{self.device} during graph "
+                "replay and kept their old values, as did every group after them: reserve more "
+                "with lct.reserve_arena(size_bytes) before capture"
             )
 
     # ---- checkpoints -------------------------------------------------------------------------
@@ -217,11 +265,17 @@ class Arena:
             return
         stream = self._torch_stream(self._stream)
         with torch.cuda.stream(stream):
-            pinned = self._spare.pop() if self._spare else torch.empty(4, dtype=torch.int32, pin_memory=True)
+            pinned = (
+                self._spare.pop()
+                if self._spare
+                else torch.empty(4, dtype=torch.int32, pin_memory=True)
+            )
             pinned.copy_(self._control[:16].view(torch.int32), non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        self._checkpoints.append(_Checkpoint(event, pinned, self._uncovered, self._sequence, self.total_chunks))
+        self._checkpoints.append(
+            _Checkpoint(event, pinned, self._uncovered, self._sequence, self.total_chunks)
+        )
         self._uncovered = self._launches_since = 0
 
     def _poll(self) -> None:
@@ -232,9 +286,12 @@ class Arena:
                 self._known.free_chunks += self.total_chunks - done.total_chunks
                 self._completed_sequence = done.sequence
                 self._spare.append(done.pinned)
+                if not self._known.taken_total:
+                    while self._gone and self._gone[0][1] <= done.sequence:
+                        self._gone.popleft()
 
     def _change_stream(self, stream: int) -> None:
-        """Order the arena's launches across streams, so that one set of counters describes them all."""
+        """Order the arena's launches across streams: one set of counters describes them all."""
         self._checkpoint()
         if self._checkpoints:
             self._torch_stream(stream).wait_event(self._checkpoints[-1].event)
@@ -244,23 +301,19 @@ class Arena:
             return torch.cuda.default_stream(self.device)
         return torch.cuda.ExternalStream(stream, device=self.device)
 
-    # ---- chunks ------------------------------------------------------------------------------
-
-    def release(self, payload: torch.Tensor, layout: PayloadLayout, template: jit.Args, stream: int) -> None:
-        """Give the chunks of ``payload`` back, in the order of ``stream``."""
-        args = jit.Args.from_buffer_copy(template)
-        args.payload, args.arena, args.end_group = payload.data_ptr(), self.pointer, layout.num_groups
-        kernel = jit.load("release_chunks", PRESETS["pooled"], _BF16, self.device)
-        jit.launch(kernel, args, -(-layout.num_groups // 256), 0, stream)
-
     def gather(self, chunks: torch.Tensor) -> torch.Tensor:
-        """Contents of ``chunks`` (int64, on the host), uint8 (len, 8192) on the host. Synchronises."""
+        """Contents of ``chunks`` (int64), uint8 (len, 8192); both on the host. Synchronises."""
         out = torch.empty(len(chunks), CHUNK_BYTES, dtype=torch.uint8)
         for number, segment in enumerate(self.segments):
             mine = (chunks // SEGMENT_CHUNKS == number).nonzero().flatten()
             if len(mine):
                 rows = (chunks[mine] % SEGMENT_CHUNKS).to(segment.device)
-                out[mine] = segment.view(-1, CHUNK_BYTES).index_select(0, rows).cpu()
+                out[mine] = (
+                    segment[: SEGMENT_CHUNKS * CHUNK_BYTES]
+                    .view(-1, CHUNK_BYTES)
+                    .index_select(0, rows)
+                    .cpu()
+                )
         return out
 
 

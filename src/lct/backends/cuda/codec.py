@@ -36,17 +36,21 @@ CAPTURED = 1 << 62  # launch number of captured launches: the host never learns 
 _ENCODE_TABLE_BYTES = jit.PAIR_WORDS * WORD_BYTES
 _STAGE_BYTES = 4 * LANES * 8  # a warp's stage: 4 quads a lane
 _DECODE_TABLE_BYTES = 256 * WORD_BYTES
-_RAW_STREAM = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
+_RAW_STREAM = (
+    torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
+)
 
 
 def current_stream(device: int) -> int:
-    """torch's current stream on ``device``, as the driver's handle. Asked for at each call."""
+    """Torch's current stream on ``device``, as the driver's handle. Asked for at each call."""
     return _RAW_STREAM(device) if _RAW_STREAM else torch.cuda.current_stream(device).cuda_stream
 
 
 def on_device(device: int) -> Any:
     """Context in which ``device`` is current; free where it is already."""
-    return contextlib.nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
+    if torch.cuda.current_device() == device:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def template(layout: PayloadLayout) -> jit.Args:
@@ -79,37 +83,30 @@ def template(layout: PayloadLayout) -> jit.Args:
 class Lease:
     """A payload's claim on chunks of its device's arena; gives them back when it is dropped."""
 
-    __slots__ = ("arena", "first", "last", "layout", "payload", "taken_before")
+    __slots__ = ("arena", "last", "serial")
 
-    def __init__(self, payload: torch.Tensor, layout: PayloadLayout) -> None:
-        self.arena = arenas.of(payload.device.index)
-        self.payload = payload
-        self.layout = layout
-        self.taken_before = self.arena.known_taken()
-        self.first = self.last = 0
+    def __init__(self, device: int) -> None:
+        self.arena = arenas.of(device)
+        self.serial = self.arena.new_serial()
+        self.last = 0
 
     def note(self, sequence: int) -> None:
         """Launch ``sequence`` writes the payload."""
-        self.first = self.first or sequence
         self.last = sequence
 
     def __del__(self) -> None:
         # At interpreter exit torch is half gone; the process's memory goes with it.
-        if sys is None or sys.is_finalizing() or not self.last:
-            return
-        if self.arena.may_have_spilled(self.first, self.last, self.taken_before):
-            device = self.payload.device.index
-            with on_device(device):
-                self.arena.release(self.payload, self.layout, template(self.layout), current_stream(device))
+        if sys is not None and not sys.is_finalizing() and self.last:
+            self.arena.forget(self.serial, self.last)
 
 
-def lease(payload: torch.Tensor, layout: PayloadLayout) -> Lease:
+def lease(payload: torch.Tensor) -> Lease:
     """A lease for a payload that holds no chunks yet."""
-    return Lease(payload, layout)
+    return Lease(payload.device.index)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy where its first value is not at a multiple of 16 bytes (kernels' vector loads)."""
+    """``tensor``, or a copy where it does not begin at a multiple of 16 bytes (vector loads)."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
@@ -121,16 +118,16 @@ def encode(
     *,
     shift: int = 0,
 ) -> tuple[torch.Tensor, Lease]:
-    """(payload, lease) of ``dense``; ``into`` (payload and spill of the same layout) is written in place.
+    """(payload, lease) of ``dense``; ``into`` (payload and spill, same layout) is overwritten.
 
-    Does not wait for the device. One candidate of a pooled layout, or one and a ``shift``, needs no sample.
+    Does not wait for the device. One candidate (fixed presets: and a ``shift``) needs no sample.
     """
     device = dense.device.index
     with on_device(device):
         # A wide group's chunks are not reused in place, so an upcast payload is always a new one.
         if into is None or layout.dtype is UPCAST:
             payload = torch.empty(layout.size_bytes, dtype=torch.uint8, device=dense.device)
-            held = Lease(payload, layout)
+            held = Lease(device)
             fresh = 1
         else:
             payload, held, fresh = into.payload, into.spill, 0
@@ -144,7 +141,7 @@ def encode(
         args.payload, args.dense = payload.data_ptr(), dense.data_ptr()
         args.tables = jit.device_tables(device).data_ptr()
         args.fresh = fresh
-        args.arena = held.arena.pointer
+        args.arena, args.serial = held.arena.pointer, held.serial
         stream = current_stream(device)
         preset, dtype = layout.preset, layout.dtype
         if len(candidates) == 1 and (preset.pooled or shift):
@@ -154,10 +151,13 @@ def encode(
         else:
             args.candidates = sum(1 << b for b in candidates)
             jit.launch(jit.load("select_book", preset, dtype, device), args, 1, 0, stream)
-        kernel = jit.load("pooled_encode" if preset.pooled else "fixed_encode", preset, dtype, device)
+        entry = "pooled_encode" if preset.pooled else "fixed_encode"
+        kernel = jit.load(entry, preset, dtype, device)
         words = layout.capacity_words * (1 if preset.pooled else LANES)
         shared = _ENCODE_TABLE_BYTES + kernel.warps * (_STAGE_BYTES + words * WORD_BYTES)
-        launch_with_credit(kernel, args, args, held.arena, (held,), layout.chunks_per_group, shared, stream)
+        launch_with_credit(
+            kernel, args, args, held.arena, (held,), layout.chunks_per_group, shared, stream
+        )
     return payload, held
 
 
@@ -173,14 +173,15 @@ def launch_with_credit(
 ) -> None:
     """Launch over all groups, in pieces that the arena's limit covers at worst (arena.py).
 
-    ``groups``: the part of ``args`` that says which groups a launch takes. ``worst_chunks`` a group.
+    ``groups``: the part of ``args`` that says which groups a launch takes. ``worst_chunks`` a
+    group.
     """
     count = groups.num_groups
     if torch.cuda.is_current_stream_capturing():
         if not arena.total_chunks:
             raise ArenaExhaustedError(
-                "the arena must hold chunks before a graph is captured: run the code once before capture, or call "
-                "lct.reserve_arena(size_bytes)"
+                "the arena must hold chunks before a graph is captured: run the code once before "
+                "capture, or call lct.reserve_arena(size_bytes)"
             )
         groups.reserve = 1
         for held in leases:
@@ -212,16 +213,20 @@ def decode(payload: torch.Tensor, layout: PayloadLayout, out: torch.Tensor) -> t
         args.tables = jit.device_tables(device).data_ptr()
         args.arena = arenas.of(device).pointer
         pooled = layout.preset.pooled
-        kernel = jit.load("pooled_decode" if pooled else "fixed_decode", layout.preset, layout.dtype, device)
+        entry = "pooled_decode" if pooled else "fixed_decode"
+        kernel = jit.load(entry, layout.preset, layout.dtype, device)
         words = layout.capacity_words * (1 if pooled else LANES)
         shared = _DECODE_TABLE_BYTES + kernel.warps * words * WORD_BYTES
-        jit.launch(kernel, args, -(-layout.num_groups // kernel.warps), shared, current_stream(device))
+        blocks = -(-layout.num_groups // kernel.warps)
+        jit.launch(kernel, args, blocks, shared, current_stream(device))
         if target is not out:
             out.copy_(target)
     return out
 
 
-def group_needs(dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]) -> np.ndarray:
+def group_needs(
+    dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]
+) -> np.ndarray:
     """Words that each pooled group needs, int32 (num_groups,). Synchronises."""
     device = dense.device.index
     with on_device(device):
@@ -235,7 +240,8 @@ def group_needs(dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[in
         stream = current_stream(device)
         jit.launch(jit.load("select_book", layout.preset, layout.dtype, device), args, 1, 0, stream)
         kernel = jit.load("pooled_needs", layout.preset, layout.dtype, device)
-        jit.launch(kernel, args, -(-layout.num_groups // kernel.warps), 0, stream, extra=needs.data_ptr())
+        blocks = -(-layout.num_groups // kernel.warps)
+        jit.launch(kernel, args, blocks, 0, stream, extra=needs.data_ptr())
         return needs.cpu().numpy()
 
 
@@ -249,28 +255,28 @@ def to_canonical(payload: torch.Tensor, layout: PayloadLayout) -> tuple[np.ndarr
         return host, np.empty(0, np.uint8)
     references: list[int] = []
     slots: dict[int, np.ndarray] = {}
-    for group in groups:
+    for group in groups.tolist():
         references.append(int(meta[group] & REF_MASK))
         if state[group] == STATE_WIDE:
-            slots[group] = host[layout.slot_offset(int(group)) :][: 2 * WORD_BYTES].view(np.uint32)
+            slots[group] = host[layout.slot_offset(group) :][: 2 * WORD_BYTES].view(np.uint32)
             references += [int(v) for v in slots[group]]
     chunks = arenas.of(payload.device.index).gather(torch.tensor(references)).numpy()
     parts: list[np.ndarray] = []
     ordinal = 0
-    for group in groups:
-        steps = layout.group_steps(int(group))
+    for group in groups.tolist():
+        steps = layout.group_steps(group)
         data = chunks[ordinal][: steps * STEP_VALUES].reshape(steps, LANES, -1)
         meta[group] = (int(meta[group]) & ~REF_MASK) | ordinal
         if state[group] == STATE_WIDE:
             slots[group][:] = ordinal + 1, ordinal + 2
-            halves = np.concatenate([chunks[ordinal + 1], chunks[ordinal + 2]])[: steps * STEP_VALUES * 2]
-            parts += [data.reshape(-1), halves]
+            halves = np.concatenate([chunks[ordinal + 1], chunks[ordinal + 2]])
+            parts += [data.reshape(-1), halves[: steps * STEP_VALUES * 2]]
             ordinal += 3
             continue
         if layout.preset.pooled:
             coded = np.arange(steps)[:, None] < int(state[group]) & MARKER_MASK
         else:
-            markers = host[layout.lane_offset + LANES * int(group) :][:LANES]
+            markers = host[layout.lane_offset + LANES * group :][:LANES]
             coded = np.arange(steps)[:, None] < markers[None, :]
         parts.append(np.where(coded[:, :, None], 0, data).reshape(-1).astype(np.uint8))
         ordinal += 1

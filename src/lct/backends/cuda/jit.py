@@ -1,6 +1,7 @@
 """Compile the kernels with NVRTC at first use, keep the machine code on disk, and launch them.
 
-A kernel is one ``.cu`` file joined with the headers it needs; constants come from the Python tables.
+A kernel is one ``.cu`` file joined with the headers it needs; constants come from the Python
+tables.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ class Kernel:
     """One row of the kernel table: entry point and source files.
 
     ``pooled``: the presets it serves, pooled or fixed (None: both). ``constants``: names of the
-    constants that its code depends on; the others are left out, so that variants share machine code.
+    constants that its code depends on; the others are left out, so that variants share machine
+    code.
     """
 
     entry: str
     files: tuple[str, ...]
     pooled: bool | None
     constants: tuple[str, ...] = ("DTYPE", "POOLED", "STEPS", "GROUPS_PER_BLOCK")
+    options: tuple[str, ...] = ()  # constants that a launch chooses, 0 or 1
 
     @property
     def warps(self) -> int:
@@ -53,7 +56,7 @@ class Kernel:
 
 
 _POOLED = ("common.cuh", "arena.cuh", "pooled.cuh")
-_STEP_CONSTANTS = ("POOLED", "STEPS", "GROUPS_PER_BLOCK", "ROUNDING")
+_SGD_OPTIONS = ("ROUNDING", "NESTEROV", "MAXIMIZE", "DECAY", "SCALED")
 KERNELS: dict[str, Kernel] = {
     row.entry: row
     for row in (
@@ -62,9 +65,15 @@ KERNELS: dict[str, Kernel] = {
         Kernel("pooled_needs", ("common.cuh", "pooled.cuh", "pooled_needs.cu"), True),
         Kernel("fixed_encode", (*_POOLED, "fixed.cuh", "fixed_encode.cu"), False),
         Kernel("fixed_decode", (*_POOLED, "fixed.cuh", "fixed_decode.cu"), False),
-        Kernel("sgd_step", (*_POOLED, "pooled_group.cuh", "sgd_update.cuh", "step.cuh", "sgd.cu"), True, _STEP_CONSTANTS),
+        Kernel(
+            "sgd_step",
+            (*_POOLED, "pooled_group.cuh", "sgd_update.cuh", "step.cuh", "sgd.cu"),
+            True,
+            ("POOLED", "STEPS", "GROUPS_PER_BLOCK"),
+            _SGD_OPTIONS,
+        ),
         Kernel("select_book", ("common.cuh", "select.cu"), None, ("DTYPE", "POOLED")),
-        Kernel("release_chunks", ("common.cuh", "arena.cuh", "release.cu"), None, ("POOLED",)),
+        Kernel("sweep_chunks", ("common.cuh", "arena.cuh", "sweep.cu"), None, ()),
         Kernel("grow_arena", ("common.cuh", "arena.cuh", "grow.cu"), None, ()),
     )
 }
@@ -74,10 +83,14 @@ class Args(ctypes.Structure):
     """The one argument of every kernel; mirrors ``struct Args`` in common.cuh."""
 
     _fields_ = [
-        *[(name, ctypes.c_uint64) for name in ("payload", "dense", "arena", "tables", "num_values")],
         *[
             (name, ctypes.c_uint64)
             for name in (
+                "payload",
+                "dense",
+                "arena",
+                "tables",
+                "num_values",
                 "sign_fraction_offset",
                 "low_offset",
                 "lane_offset",
@@ -98,6 +111,7 @@ class Args(ctypes.Structure):
                 "tail_capacity",
                 "fresh",
                 "reserve",
+                "serial",
             )
         ],
         ("header", ctypes.c_uint32 * 4),
@@ -106,20 +120,27 @@ class Args(ctypes.Structure):
     ]
 
 
-def source(kernel: Kernel, preset: Preset, dtype: DType, rounding: int, arch: str) -> str:
-    """The translation unit of ``kernel``: constants, headers, kernel.
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for. ``options``: names of the kernel's options that are 1."""
 
-    ``rounding``: of optimizer steps, 0 after every operation, 1 as torch's fused steps.
-    """
+    preset: Preset
+    dtype: DType
+    options: frozenset[str] = frozenset()
+
+
+def source(kernel: Kernel, variant: Variant, arch: str) -> str:
+    """The translation unit of ``kernel``: constants, headers, kernel."""
+    preset, dtype = variant.preset, variant.dtype
     values = {
         "DTYPE": dtype.code,
         "POOLED": int(preset.pooled),
         "STEPS": preset.steps,
         "GROUPS_PER_BLOCK": preset.groups_per_block,
-        "ROUNDING": rounding,
     }
-    defaults = {"DTYPE": 1, "POOLED": 1, "STEPS": 64, "GROUPS_PER_BLOCK": 1, "ROUNDING": 0}
+    defaults = {"DTYPE": 1, "POOLED": 1, "STEPS": 64, "GROUPS_PER_BLOCK": 1}
     used = {name: (values if name in kernel.constants else defaults)[name] for name in values}
+    used |= {name: int(name in variant.options) for name in kernel.options}
     used["WARPS"] = kernel.warps
     used["MIN_BLOCKS"] = LAUNCH[kernel.entry].min_blocks(arch, dtype)
     parts = [f"#define {name} {value}" for name, value in used.items()]
@@ -128,17 +149,17 @@ def source(kernel: Kernel, preset: Preset, dtype: DType, rounding: int, arch: st
     return "\n".join(parts)
 
 
-def variants() -> list[tuple[Kernel, Preset, DType, int]]:
-    """Every kernel with the presets, dtypes and roundings that give it different code."""
-    found: dict[str, tuple[Kernel, Preset, DType, int]] = {}
+def variants() -> list[tuple[Kernel, Variant]]:
+    """Every kernel with the presets and dtypes that give it different code, options off and on."""
+    found: dict[str, tuple[Kernel, Variant]] = {}
     for kernel in KERNELS.values():
         for preset in PRESETS.values():
             if kernel.pooled not in (None, preset.pooled):
                 continue
             for dtype in DTYPES_BY_CODE.values() if preset.pooled else DTYPES.values():
-                for rounding in (0, 1):
-                    text = source(kernel, preset, dtype, rounding, MEASURED_ARCH)
-                    found.setdefault(text, (kernel, preset, dtype, rounding))
+                for options in {frozenset(), frozenset(kernel.options)}:
+                    variant = Variant(preset, dtype, options)
+                    found.setdefault(source(kernel, variant, MEASURED_ARCH), (kernel, variant))
     return list(found.values())
 
 
@@ -151,7 +172,7 @@ class Resources:
     stack_bytes: int
 
 
-def compile_kernel(kernel: Kernel, preset: Preset, dtype: DType, arch: str, rounding: int = 0) -> tuple[bytes, Resources]:
+def compile_kernel(kernel: Kernel, variant: Variant, arch: str) -> tuple[bytes, Resources]:
     """Machine code (cubin) of a kernel for ``arch`` and its resources; needs no GPU.
 
     LctError with source name, arch and the compiler's log where it does not compile.
@@ -160,11 +181,11 @@ def compile_kernel(kernel: Kernel, preset: Preset, dtype: DType, arch: str, roun
         from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise LctError("CUDA tensors need cuda-core: pip install lct-torch[cuda]") from error
-    name = f"{kernel.files[-1]} ({preset.name}, {dtype.name})"
+    name = f"{kernel.files[-1]} ({variant.preset.name}, {variant.dtype.name})"
     options = ProgramOptions(name=kernel.files[-1], arch=arch, std="c++17", ptxas_options=["-v"])
     logs = io.StringIO()
     try:
-        code = Program(source(kernel, preset, dtype, rounding, arch), "c++", options).compile("cubin", logs=logs)
+        code = Program(source(kernel, variant, arch), "c++", options).compile("cubin", logs=logs)
     except Exception as error:
         raise LctError(f"kernel {name} does not compile for {arch}: {error}") from error
     return bytes(code.code), _resources(logs.getvalue(), kernel.entry)
@@ -181,16 +202,20 @@ def _resources(log: str, entry: str) -> Resources:
     )
 
 
-def _cached_code(kernel: Kernel, preset: Preset, dtype: DType, arch: str, rounding: int) -> bytes:
+def _cached_code(kernel: Kernel, variant: Variant, arch: str) -> bytes:
     """``compile_kernel`` through the cache on disk, keyed by all that the code depends on."""
     import importlib.metadata
 
-    versions = f"{importlib.metadata.version('cuda-core')} {importlib.metadata.version('cuda-bindings')}"
-    key = hashlib.sha256(f"{versions}\n{arch}\n{source(kernel, preset, dtype, rounding, arch)}".encode()).hexdigest()
+    versions = (
+        f"{importlib.metadata.version('cuda-core')} {importlib.metadata.version('cuda-bindings')}"
+    )
+    key = hashlib.sha256(
+        f"{versions}\n{arch}\n{source(kernel, variant, arch)}".encode()
+    ).hexdigest()
     path = kernel_cache_dir() / f"{kernel.entry}-{key[:32]}.cubin"
     if path.exists():
         return path.read_bytes()
-    code, _ = compile_kernel(kernel, preset, dtype, arch, rounding)
+    code, _ = compile_kernel(kernel, variant, arch)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(code)
@@ -209,12 +234,18 @@ class Loaded:
 
 
 _lock = threading.Lock()
-_loaded: dict[tuple[int, str, int, int, int], Loaded] = {}
+_loaded: dict[tuple[int, str, int, int, frozenset[str]], Loaded] = {}
 
 
-def load(entry: str, preset: Preset, dtype: DType, device: int, rounding: int = 0) -> Loaded:
+def load(
+    entry: str,
+    preset: Preset,
+    dtype: DType,
+    device: int,
+    options: frozenset[str] = frozenset(),
+) -> Loaded:
     """The kernel ``entry`` on ``device``, compiled and loaded at first use."""
-    key = (device, entry, preset.code, dtype.code, rounding)
+    key = (device, entry, preset.code, dtype.code, options)
     found = _loaded.get(key)
     if found is not None:
         return found
@@ -227,7 +258,7 @@ def load(entry: str, preset: Preset, dtype: DType, device: int, rounding: int = 
             torch.cuda.current_stream(device)  # torch makes the context
             major, minor = torch.cuda.get_device_capability(device)
             kernel = KERNELS[entry]
-            code = _cached_code(kernel, preset, dtype, f"sm_{major}{minor}", rounding)
+            code = _cached_code(kernel, Variant(preset, dtype, options), f"sm_{major}{minor}")
             module = ObjectCode.from_cubin(code)
             handle = module.get_kernel(entry)
             error, function = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
@@ -241,8 +272,15 @@ def _check(error: Any) -> None:
         raise LctError(f"CUDA driver call failed: {error!r}")
 
 
-def launch(kernel: Loaded, args: ctypes.Structure, blocks: int, shared_bytes: int, stream: int, extra: int | None = None) -> None:
-    """Launch on ``stream``. ``extra`` is a second, 64-bit argument. LctError where the launch fails."""
+def launch(
+    kernel: Loaded,
+    args: ctypes.Structure,
+    blocks: int,
+    shared_bytes: int,
+    stream: int,
+    extra: int | None = None,
+) -> None:
+    """Launch on ``stream``. ``extra``: a second, 64-bit argument. LctError where that fails."""
     from cuda.bindings import driver
 
     if shared_bytes > kernel.shared_bytes:
@@ -252,8 +290,9 @@ def launch(kernel: Loaded, args: ctypes.Structure, blocks: int, shared_bytes: in
     pointers = (ctypes.c_void_p * 2)(ctypes.addressof(args))
     second = ctypes.c_uint64(extra or 0)
     pointers[1] = ctypes.addressof(second)
+    grid, block = (blocks, 1, 1), (kernel.warps * 32, 1, 1)
     (error,) = driver.cuLaunchKernel(
-        kernel.function, blocks, 1, 1, kernel.warps * 32, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
+        kernel.function, *grid, *block, shared_bytes, stream, ctypes.addressof(pointers), 0
     )
     _check(error)
 

@@ -1,4 +1,4 @@
-"""Fused optimizer steps on compressed parameters and state: one pass, in place (kernels/step.cuh)."""
+"""Fused optimizer steps on compressed parameters and state, in one pass (kernels/step.cuh)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .codec import aligned, current_stream, launch_with_credit, on_device, templ
 # Decoding and pair tables of parameter and state; a warp's stages.
 _TABLE_BYTES = 2 * (256 + jit.PAIR_WORDS) * WORD_BYTES
 _STAGE_BYTES = 2 * 4 * LANES * 8
-ROUNDINGS = {"single": 0, "foreach": 0, "fused": 1}
+ROUNDINGS = ("single", "foreach", "fused")
 
 
 class SgdArgs(ctypes.Structure):
@@ -27,7 +27,6 @@ class SgdArgs(ctypes.Structure):
         ("state", jit.Args),
         *[(name, ctypes.c_uint64) for name in ("grad", "grad_scale", "found_inf")],
         *[(name, ctypes.c_double) for name in ("lr", "momentum", "dampening_left", "weight_decay")],
-        *[(name, ctypes.c_uint32) for name in ("nesterov", "maximize")],
     ]
 
 
@@ -48,33 +47,54 @@ def sgd(
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
-    """SGD with an existing momentum buffer on pooled BF16 payloads of equal size; ``grad`` is dense BF16.
+    """SGD with a momentum buffer that exists, on pooled BF16 payloads of equal size.
 
-    Bits as torch's ``rounding`` path gives them. Does not wait for the device.
+    ``grad`` is dense BF16. Bits as torch's ``rounding`` path gives them. Does not wait for the
+    device.
     """
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
     device = grad.device.index
     with on_device(device):
-        grad = aligned(grad.contiguous())
+        dense_grad = aligned(grad.contiguous())
         tables = jit.device_tables(device).data_ptr()
         args = SgdArgs(
             param=template(param_layout),
             state=template(state_layout),
-            grad=grad.data_ptr(),
+            grad=dense_grad.data_ptr(),
             grad_scale=grad_scale.data_ptr() if grad_scale is not None else 0,
             found_inf=found_inf.data_ptr() if found_inf is not None else 0,
             lr=lr,
             momentum=momentum,
             dampening_left=1 - dampening,
             weight_decay=weight_decay,
-            nesterov=nesterov,
-            maximize=maximize,
         )
         for part, stored in ((args.param, param), (args.state, state)):
-            part.payload, part.tables, part.arena = stored.payload.data_ptr(), tables, stored.spill.arena.pointer
-        kernel = jit.load("sgd_step", param_layout.preset, param_layout.dtype, device, ROUNDINGS[rounding])
+            part.payload, part.tables = stored.payload.data_ptr(), tables
+            part.arena, part.serial = stored.spill.arena.pointer, stored.spill.serial
+        options = {
+            "ROUNDING": rounding == "fused",
+            "NESTEROV": nesterov,
+            "MAXIMIZE": maximize,
+            "DECAY": weight_decay != 0,
+            "SCALED": grad_scale is not None,
+        }
+        chosen = frozenset(name for name, on in options.items() if on)
+        kernel = jit.load("sgd_step", param_layout.preset, param_layout.dtype, device, chosen)
         words = 2 * (param_layout.capacity_words + state_layout.capacity_words)
         shared = _TABLE_BYTES + kernel.warps * (_STAGE_BYTES + words * WORD_BYTES)
         arena: Arena = param.spill.arena
         launch_with_credit(
-            kernel, args, args.param, arena, (param.spill, state.spill), 2, shared, current_stream(device)
+            kernel,
+            args,
+            args.param,
+            arena,
+            (param.spill, state.spill),
+            2,
+            shared,
+            current_stream(device),
         )
+        if grad_scale is not None:
+            # Torch's fused step leaves the unscaled gradient, unless it found an infinity.
+            skipped = torch.zeros_like(grad_scale) if found_inf is None else found_inf
+            grad.div_(torch.where(skipped == 1, torch.ones_like(grad_scale), grad_scale))

@@ -1,8 +1,9 @@
-"""Launch configurations: one table. Warps a block, and blocks a multiprocessor that registers must allow.
+"""Launch configurations, one table: warps a block, blocks that a multiprocessor's registers allow.
 
-Chosen by measurement on sm_90 (H200) for BF16, where more resident warps hide the latency of memory;
-elsewhere, and for FP32 and FP16, which need more registers, by reasoning: one step looser, so that no
-architecture spills registers to local memory (tests/backends/test_cuda_kernels.py holds that).
+Chosen by measurement on sm_90 (H200) for BF16, where more resident warps hide the latency of
+memory; elsewhere, and for FP32 and FP16, which need more registers, by reasoning: one step looser,
+so that no architecture spills registers to local memory (tests/backends/test_cuda_kernels.py holds
+that).
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ class LaunchConfig:
 
 
 LAUNCH: dict[str, LaunchConfig] = {
-    # 2^28 values: 6 blocks (80 registers) 1.20 times the time of a copy, 8 blocks (64 registers) 1.13.
+    # 2^28 values: 6 blocks (80 registers) 1.20 times a copy's time, 8 blocks (64 registers) 1.13.
     "pooled_encode": LaunchConfig(4, 8, 6),
-    "pooled_decode": LaunchConfig(4, 10, 8),
+    "pooled_decode": LaunchConfig(4, 9, 7),
     "pooled_needs": LaunchConfig(4),
     # 2^28 values: 3 blocks (80 registers) 1.41, 4 blocks (64 registers) and a faster search 1.25.
     "fixed_encode": LaunchConfig(8, 4, 3),
     "fixed_decode": LaunchConfig(8, 6, 4),
     "sgd_step": LaunchConfig(4, 3, 3),
     "select_book": LaunchConfig(32),
-    "release_chunks": LaunchConfig(8),
+    "sweep_chunks": LaunchConfig(8),
     "grow_arena": LaunchConfig(8),
 }

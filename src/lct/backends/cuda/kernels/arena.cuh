@@ -20,6 +20,12 @@ __device__ __forceinline__ u8* chunk_data(const Arena* arena, u32 chunk) {
     return (u8*)arena->segments[chunk >> shift] + (size_t)(chunk & ((1u << shift) - 1)) * CHUNK_BYTES;
 }
 
+// Whose chunk it is: the serial number of a payload. Kept behind the chunks of each segment.
+__device__ __forceinline__ u32* chunk_owner(const Arena* arena, u32 chunk) {
+    u32 shift = arena->segment_shift;
+    return (u32*)((u8*)arena->segments[chunk >> shift] + ((size_t)CHUNK_BYTES << shift)) + (chunk & ((1u << shift) - 1));
+}
+
 // Credit for `count` chunks; false (and nothing changed) where they are not free.
 __device__ __forceinline__ bool reserve_chunks(Arena* arena, int count) {
     if (atomicSub(&arena->free_chunks, count) >= count) return true;
@@ -42,7 +48,7 @@ __device__ __forceinline__ void return_credit(Arena* arena, int count) {
 }
 
 // A chunk for which the caller holds credit. One lane calls.
-__device__ __forceinline__ u32 take_chunk(Arena* arena, u32 start) {
+__device__ __forceinline__ u32 take_chunk(Arena* arena, u32 start, u32 serial) {
     u32 words = arena->bitmap_words, word = start % words;
     atomicAdd(&arena->taken_total, 1u);
     while (true) {
@@ -52,7 +58,11 @@ __device__ __forceinline__ u32 take_chunk(Arena* arena, u32 start) {
             continue;
         }
         u32 bit = 1u << (__ffs(~taken) - 1);
-        if (!(atomicOr(&arena->bitmap[word], bit) & bit)) return word * 32 + __ffs(bit) - 1;
+        if (!(atomicOr(&arena->bitmap[word], bit) & bit)) {
+            u32 chunk = word * 32 + __ffs(bit) - 1;
+            *chunk_owner(arena, chunk) = serial;
+            return chunk;
+        }
     }
 }
 
@@ -67,12 +77,15 @@ __device__ __forceinline__ void free_chunk(Arena* arena, u32 chunk) {
 // The chunk that a warp spills one group into: kept from the group's old state, or taken at the first spill.
 struct SpillChunk {
     Arena* arena;
+    u32 serial;      // of the payload
     u32 chunk;       // NO_CHUNK: none yet
     int credit;      // reserved and not used (reserve mode)
     bool reserved;
 
-    __device__ __forceinline__ void init(Arena* a, u32 old, bool reserve_mode, int credits) {
-        arena = a;
+    __device__ __forceinline__ void init(const Args& a, u32 old, int credits) {
+        const bool reserve_mode = a.reserve;
+        arena = a.arena;
+        serial = a.serial;
         chunk = old;
         reserved = reserve_mode;
         credit = reserve_mode ? credits : 0;
@@ -83,7 +96,7 @@ struct SpillChunk {
         u32 got = 0;
         if (lane == 0) {
             if (!reserved) atomicSub(&arena->free_chunks, 1);
-            got = take_chunk(arena, start);
+            got = take_chunk(arena, start, serial);
         }
         credit -= reserved ? 1 : 0;
         return __shfl_sync(FULL_WARP, got, 0);

@@ -30,6 +30,7 @@ struct Args {
     u32 capacity, tail_capacity;
     u32 fresh;    // 1: the payload's meta plane holds nothing yet
     u32 reserve;  // 1: take worst-case credit from the arena before writing (captured graphs)
+    u32 serial;   // of the payload, in the arena's table of owners
     u32 header[4];
     u32 candidates;  // bit b: book b may be chosen
     u32 book;        // the book to use, or NO_CHUNK: read it from the payload's header
@@ -106,6 +107,14 @@ __device__ __forceinline__ u32 sign_fractions4(uint2 v) {
 // other bits of x and y are ignored, so packed adds may carry between the halves.
 __device__ __forceinline__ uint2 join4(u32 sf, u32 x, u32 y) {
     return make_uint2(blend(__byte_perm(sf, 0, 0x1100), x, 0x7f807f80u), blend(__byte_perm(sf, 0, 0x3322), y, 0x7f807f80u));
+}
+
+// Two BF16 values as floats, and back, rounded to nearest even.
+__device__ __forceinline__ float2 unpack2(u32 v) { return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u)); }
+__device__ __forceinline__ u32 pack2(float2 v) {
+    u32 out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(v.y), "f"(v.x));
+    return out;
 }
 
 // Exponent bytes of a quad, in order.

@@ -123,7 +123,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_encod
     g.rotate = (128u + 256u - shift - tables.window) * 0x00040004u;
     g.first = g.differs = 0;
     g.encoder.init(slot, capacity, lane);
-    g.spill.init(a.arena, old_chunk, a.reserve, credits);
+    g.spill.init(a, old_chunk, credits);
     if (tail) {
         g.guarded_steps(0, steps);
     } else {

@@ -95,7 +95,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_enco
     u32* slot = pair + PAIR_WORDS + WARPS * STAGE_STEPS * 64 + warp * a.capacity;
     GroupCoder g;
     g.init(tables, slot, capacity, stage, group, lane);
-    g.spill.init(a.arena, old_chunk, a.reserve, credits);
+    g.spill.init(a, old_chunk, credits);
     u32 low_bits = 0;
     if (tail) {
         low_bits = guarded_steps(a, g, a.tail_steps);

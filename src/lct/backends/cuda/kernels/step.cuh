@@ -1,7 +1,7 @@
 // One pass of an optimizer over a compressed parameter and its compressed state: decode both, update,
 // encode both (docs/format.md). The .cu of an optimizer defines `struct Update` before this file:
-//   __device__ Update(const StepArgs&);  __device__ void operator()(float2& p, float2& m, float2 g) const;
-// which takes and leaves values that BF16 can hold.
+//   __device__ Update(const StepArgs&);  __device__ void operator()(u32& p, u32& m, u32 g) const;
+// on two packed BF16 values each.
 //
 // Thread mapping: one warp a group of 8,192 values, WARPS groups a block; lane l updates quad l of each step.
 // Shared memory (dynamic): for parameter and state each a decoding and a pair table; then a warp's stage and
@@ -61,20 +61,16 @@ struct OldGroup {
     }
 };
 
-__device__ __forceinline__ float2 unpack2(u32 v) { return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u)); }
-__device__ __forceinline__ u32 pack2(float2 v) {
-    u32 out;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(v.y), "f"(v.x));
-    return out;
+__device__ __forceinline__ void update_quad(const Update& update, uint2& p, uint2& m, uint2 g) {
+    update(p.x, m.x, g.x);
+    update(p.y, m.y, g.y);
 }
 
-__device__ __forceinline__ void update_quad(const Update& update, uint2& p, uint2& m, uint2 g) {
-    float2 p0 = unpack2(p.x), p1 = unpack2(p.y), m0 = unpack2(m.x), m1 = unpack2(m.y);
-    update(p0, m0, unpack2(g.x));
-    update(p1, m1, unpack2(g.y));
-    p = make_uint2(pack2(p0), pack2(p1));
-    m = make_uint2(pack2(m0), pack2(m1));
-}
+// What a lane reads for four steps.
+struct Inputs {
+    u32 p_sf[STAGE_STEPS], m_sf[STAGE_STEPS];
+    uint2 g[STAGE_STEPS];
+};
 
 struct GroupStep {
     const StepArgs& s;
@@ -112,27 +108,31 @@ struct GroupStep {
         state.staged_steps(from, to);
     }
 
-    // Four steps that are coded in both old streams.
-    __device__ __forceinline__ void four_steps(u32 step0) {
+    __device__ __forceinline__ Inputs inputs(u32 step0) const {
         u64 i = quad_index(group, step0, lane);
-        u32 p_sf[STAGE_STEPS], m_sf[STAGE_STEPS];
-        uint2 g[STAGE_STEPS];
+        Inputs in;
 #pragma unroll
         for (int k = 0; k < STAGE_STEPS; k++) {
-            p_sf[k] = *(const u32*)(old_param.sign_fractions + i + k * 128);
-            m_sf[k] = *(const u32*)(old_state.sign_fractions + i + k * 128);
+            in.p_sf[k] = *(const u32*)(old_param.sign_fractions + i + k * 128);
+            in.m_sf[k] = *(const u32*)(old_state.sign_fractions + i + k * 128);
             uint4 v = load_dense(s.grad, i + k * 128);
-            g[k] = make_uint2(v.x, v.y);
+            in.g[k] = make_uint2(v.x, v.y);
         }
+        return in;
+    }
+
+    // Four steps that are coded in both old streams.
+    __device__ __forceinline__ void four_steps(u32 step0, const Inputs& in) {
+        u64 i = quad_index(group, step0, lane);
         uint2 p_e4[STAGE_STEPS], m_e4[STAGE_STEPS];
 #pragma unroll
         for (int k = 0; k < STAGE_STEPS; k += 2) {
             uint2 p[2], m[2];
-            old_param.span(step0 + k, p_sf + k, p);
-            old_state.span(step0 + k, m_sf + k, m);
+            old_param.span(step0 + k, in.p_sf + k, p);
+            old_state.span(step0 + k, in.m_sf + k, m);
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                update_quad(update, p[j], m[j], g[k + j]);
+                update_quad(update, p[j], m[j], in.g[k + j]);
                 u64 at = i + (k + j) * 128;
                 *(u32*)(s.param.payload + s.param.sign_fraction_offset + at) = sign_fractions4(p[j]);
                 *(u32*)(s.state.payload + s.state.sign_fraction_offset + at) = sign_fractions4(m[j]);
@@ -154,7 +154,7 @@ __device__ __forceinline__ void load_tables(const Args& a, u32* decode, u32* pai
 
 __device__ __forceinline__ void run_step(const StepArgs& s) {
     extern __shared__ uint4 shared[];
-    if (s.found_inf && *s.found_inf != 0.0f) return;
+    if (s.found_inf && *s.found_inf == 1.0f) return;
     u32* decode = (u32*)shared;
     u32* pair = decode + TENSORS * 256;
     EncodeTables param_tables, state_tables;
@@ -186,13 +186,21 @@ __device__ __forceinline__ void run_step(const StepArgs& s) {
     step.old_state.begin(decode + 256, old_m, lane, m_capacity);
     step.param.init(param_tables, new_p, p_capacity, (uint2*)stage + lane, group, lane);
     step.state.init(state_tables, new_m, m_capacity, (uint2*)stage + STAGE_STEPS * 32 + lane, group, lane);
-    step.param.spill.init(s.param.arena, p_chunk, s.param.reserve, p_credit);
-    step.state.spill.init(s.param.arena, m_chunk, s.param.reserve, m_credit);
+    step.param.spill.init(s.param, p_chunk, p_credit);
+    step.state.spill.init(s.state, m_chunk, m_credit);
 
     const u32 coded = tail ? 0u : min(step.old_param.coded, step.old_state.coded);
     u32 step0 = 0;
+    if (coded >= STAGE_STEPS) {
+        // The next inputs are on their way while these are worked on.
+        Inputs next = step.inputs(0);
 #pragma unroll 1
-    for (; step0 + STAGE_STEPS <= coded; step0 += STAGE_STEPS) step.four_steps(step0);
+        for (; step0 + STAGE_STEPS <= coded; step0 += STAGE_STEPS) {
+            Inputs now = next;
+            if (step0 + 2 * STAGE_STEPS <= coded) next = step.inputs(step0 + STAGE_STEPS);
+            step.four_steps(step0, now);
+        }
+    }
 #pragma unroll 1
     for (; step0 < steps; step0 += 2) step.any_steps(step0, min(step0 + 2, steps));
     u32 p_state = step.param.close(), m_state = step.state.close();
