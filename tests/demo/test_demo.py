@@ -19,7 +19,7 @@ from lct.demo import Corpus, Recipe, Run, build_report, data, training
 from lct.demo.live import StepMemory
 
 SIZE = GptSize("tiny", num_layers=3, width=128, num_heads=2, context=256, products="float32")
-TINY = Recipe(SIZE, batch=4, num_steps=3, lr=0.05, sample_bytes=4)
+TINY = Recipe(SIZE, batch=4, num_steps=3, lr=0.05)
 KEYS = {
     "losses_identical",
     "weights_identical",

@@ -14,7 +14,7 @@ from ..errors import CorruptFileError
 from .container import MAGIC, ContainerReader
 from .convert import read_dense
 from .dense import bytes_of, empty_tensor, is_coded
-from .header import read_header
+from .header import TensorEntry, read_header
 
 NPY_MAGIC = b"\x93NUMPY"
 SUFFIXES = (".npy", ".safetensors", ".lct")
@@ -63,6 +63,20 @@ def find_files(directory: str | os.PathLike[str]) -> list[Path]:
     return files
 
 
+def _source_of(
+    entry: TensorEntry, stored_bytes: int | None, load: Callable[[], torch.Tensor]
+) -> SourceTensor:
+    coded = is_coded(entry.dtype)
+    return SourceTensor(
+        entry.name,
+        entry.dtype.name,
+        entry.shape,
+        entry.size_bytes,
+        stored_bytes,
+        load if coded else None,
+    )
+
+
 def _read_container(path: str | os.PathLike[str]) -> Iterator[SourceTensor]:
     with ContainerReader(path) as reader:
         for entry, record in reader:
@@ -74,15 +88,7 @@ def _read_container(path: str | os.PathLike[str]) -> Iterator[SourceTensor]:
                 bytes_of(tensor)[:] = reader.read(entry, record)
                 return tensor
 
-            coded = is_coded(entry.dtype)
-            yield SourceTensor(
-                entry.name,
-                entry.dtype.name,
-                entry.shape,
-                entry.size_bytes,
-                record.size_bytes,
-                load if coded else None,
-            )
+            yield _source_of(entry, record.size_bytes, load)
 
 
 def _read_safetensors(path: str | os.PathLike[str]) -> Iterator[SourceTensor]:
@@ -106,15 +112,7 @@ def _read_safetensors(path: str | os.PathLike[str]) -> Iterator[SourceTensor]:
                     )
                 return tensor
 
-            coded = is_coded(entry.dtype)
-            yield SourceTensor(
-                entry.name,
-                entry.dtype.name,
-                entry.shape,
-                entry.size_bytes,
-                None,
-                load if coded else None,
-            )
+            yield _source_of(entry, None, load)
 
 
 _NPY_DTYPES = {

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import Force, JsonPath, OutputPath
-from .output import check_outputs, command_line, human_bytes, progress_bar, stdout
+from .output import check_outputs, human_bytes, print_line, progress_bar, write_summary
 
 
 def decompress(
@@ -29,21 +29,14 @@ def decompress(
 
     [bold]Exit codes:[/bold] 0 done; 1 failed, and OUT is what it was; 2 wrong usage.
     """
-    from ..bench.results import describe_run, write_json
     from ..checkpoint import decompress_file
 
     check_outputs(json_path)
     with progress_bar("decompress") as progress:
         summary = decompress_file(file, output, overwrite=force, progress=progress)
-    stdout().print(
+    print_line(
         f"{file} → {output}: {human_bytes(summary.compressed_file_bytes)} → "
-        f"{human_bytes(summary.dense_file_bytes)}, {summary.num_tensors} tensors, checksums match",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        f"{human_bytes(summary.dense_file_bytes)}, {summary.num_tensors} tensors, checksums match"
     )
     if json_path is not None:
-        from dataclasses import asdict
-
-        fields = {**asdict(summary), "ratio": summary.ratio}
-        write_json(json_path, {**describe_run(command_line(), "cpu"), **fields})
+        write_summary(json_path, summary)

@@ -33,7 +33,7 @@ def demo(
     ] = "auto",
     steps: Annotated[
         Optional[int],  # noqa: UP045 - typer reads this at run time
-        typer.Option(min=2, help="Steps of each run (default: 60 on cpu, 200 on cuda)."),
+        typer.Option(min=2, help="Steps of each run (default: 50 on cpu, 400 on cuda)."),
     ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for report and picture.")
@@ -165,8 +165,6 @@ def _progress(num_steps: int) -> Iterator[Callable[[str], Callable[[int, float, 
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    from rich.text import Text
-
     shown = table(
         "Training without LCT and with it", ("", "dense", "LCT", "dense ÷ LCT"), text=("",)
     )
@@ -192,7 +190,6 @@ def _print_report(report: dict[str, Any]) -> None:
         f"{report['held_out_loss']['lct']:.4f} on held-out text (nats a byte)",
         highlight=False,
     )
-    console.print(Text(f"the model writes: {report['sample']!r}"), soft_wrap=True)
     for kind in ("losses", "weights", "optimizer_state"):
         word = "identical" if report[f"{kind}_identical"] else "DIFFERENT"
         digests = dict.fromkeys(report["sha256"][kind].values())

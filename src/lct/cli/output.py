@@ -7,7 +7,9 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -23,6 +25,9 @@ from rich.progress import (
 from rich.table import Table
 
 from ..atomic import check_target
+
+if TYPE_CHECKING:
+    from ..checkpoint import Summary
 
 # Without a terminal rich would fold tables at 80 columns; a log has no width.
 WIDTH_WITHOUT_TERMINAL = 200
@@ -51,11 +56,24 @@ def command_line() -> str:
     return shlex.join(["lct", *sys.argv[1:]])
 
 
+def print_line(text: str) -> None:
+    """Print ``text`` to stdout as it is, on one line however long."""
+    stdout().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def check_outputs(*paths: Path | None) -> None:
     """OSError if one of ``paths`` could not be written: say so before the work, not after it."""
     for path in paths:
         if path is not None:
             check_target(path)
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Write what a conversion of a file did to ``path``, as JSON."""
+    from ..bench.results import describe_run, write_json
+
+    fields = {**asdict(summary), "ratio": summary.ratio}
+    write_json(path, {**describe_run(command_line(), "cpu"), **fields})
 
 
 def table(title: str, columns: Sequence[str], *, text: Sequence[str] = ()) -> Table:

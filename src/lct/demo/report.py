@@ -93,7 +93,6 @@ def build_report(dense: Run, lct: Run, recipe: Recipe, corpus: Corpus) -> dict[s
         "sha256": hashes,
         "losses": lct.losses,
         "held_out_loss": {"dense": dense.held_out_loss, "lct": lct.held_out_loss},
-        "sample": lct.sample,
         "failures": failures,
         "recipe": asdict(recipe),
         "num_parameters": sum(tensor.numel() for tensor in dense.weights.values()),

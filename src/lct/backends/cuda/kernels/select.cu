@@ -4,6 +4,9 @@
 #define SAMPLED_SPANS 32
 #define SAMPLED_VALUES 4096
 #define SYMBOLS 257
+#if POOLED && SAMPLED_SPANS > WARPS
+#error "one warp a span"
+#endif
 
 __device__ __forceinline__ u64 sample_start(u64 k, u64 samples, u64 total) {
     if (total <= samples) return k;
@@ -24,15 +27,24 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book
     if (thread == 0) best = ~0ull;
     __syncthreads();
 #if POOLED
-    u64 spans = (a.num_values + 255) / 256;
-    u32 samples = spans < SAMPLED_SPANS ? (u32)spans : SAMPLED_SPANS;
-    for (u32 k = warp; k < samples; k += THREADS / 32) {
-        u64 start = sample_start(k, SAMPLED_SPANS, spans) * 256;
+    // Warp b adds up the cost of book b: its row is fetched now, while the sample is on its way.
+    const u32* row = a.tables + (size_t)warp * TABLE_WORDS + TABLE_COST;
+    const bool candidate = a.candidates >> warp & 1u;
+    u32 cost[9];
+#pragma unroll
+    for (int k = 0; k < 9; k++) cost[k] = candidate && k * 32 + lane < SYMBOLS ? row[k * 32 + lane] : 0u;
+    const u64 spans = (a.num_values + 255) / 256;
+    const u32 samples = spans < SAMPLED_SPANS ? (u32)spans : SAMPLED_SPANS;
+    if (warp < samples) {
+        u64 start = sample_start(warp, SAMPLED_SPANS, spans) * 256;
         u32 e[8], sum = 0, nonzero = 0;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             u64 i = start + j * 32 + lane;
             e[j] = i < a.num_values ? (word_of(dense_at(a.dense, i)) >> 7) & 255u : 256u;
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
             sum += e[j] & 255u;
             nonzero += e[j] > 0 && e[j] < 256u;
         }
@@ -44,12 +56,11 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book
             if (e[j] < 256u) atomicAdd(&counts[e[j] ? (e[j] - shift + 128u) & 255u : 256u], 1u);
     }
     __syncthreads();
-    if (a.candidates >> warp & 1u) {
-        const u32* cost = a.tables + (size_t)warp * TABLE_WORDS + TABLE_COST;
+    if (candidate) {
         u32 total = 0;
 #pragma unroll
-        for (u32 s = lane; s < 288; s += 32)
-            if (s < SYMBOLS) total += counts[s] * cost[s];
+        for (int k = 0; k < 9; k++)
+            if (k * 32 + lane < SYMBOLS) total += counts[k * 32 + lane] * cost[k];
         total = __reduce_add_sync(FULL_WARP, total);
         if (lane == 0) atomicMin(&best, (u64)total << 16 | warp << 8);
     }

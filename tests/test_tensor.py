@@ -1,0 +1,136 @@
+"""``CompressedTensor``, ``encode`` and ``decode`` on the CPU: arguments, copies, layouts over time."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import inputs
+import lct
+from compare import assert_same_bits
+from lct.dtypes import DTYPES
+from lct.errors import CorruptPayloadError
+from lct.ops import patterns
+from lct.presets import PRESETS
+
+BF16 = DTYPES["bfloat16"]
+SIZE = 20_000  # two groups and a partial one
+CALM = inputs.to_torch(inputs.gaussian(BF16, SIZE), BF16)
+HOSTILE = inputs.to_torch(inputs.random_bits(BF16, SIZE), BF16)
+
+
+def assert_holds(compressed: lct.CompressedTensor, dense: torch.Tensor) -> None:
+    found = compressed.decode()
+    assert found.shape == dense.shape and found.dtype == dense.dtype and found.is_contiguous()
+    assert_same_bits(patterns(found), patterns(dense.contiguous()), "values")
+
+
+@pytest.mark.parametrize("preset", [None, *PRESETS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_shape_and_strides(preset: str | None, dtype: str) -> None:
+    dense = CALM.to(getattr(torch, dtype))[:19_200].view(3, 80, 80)
+    for view in (dense, dense.transpose(0, 2), dense[:, 1::2], dense[0, 0, 0], dense[:0]):
+        assert_holds(lct.encode(view, preset=preset), view)
+
+
+def test_a_pending_negation_is_a_part_of_the_values() -> None:
+    pairs = CALM.float().view(-1, 2)
+    lazy = torch.view_as_complex(pairs).conj().imag
+    assert lazy.is_neg()
+    expected = -pairs[:, 1]
+    compressed = lct.encode(lazy)
+    assert_holds(compressed, expected)
+    compressed.encode_(torch.zeros_like(expected))
+    compressed.encode_(lazy)
+    assert_holds(compressed, expected)
+
+
+@pytest.mark.parametrize("capacity", ["exact", None, 784])
+def test_a_tensor_comes_back_from_dense_storage(capacity: int | str | None) -> None:
+    compressed = lct.encode(CALM, capacity=capacity)
+    compressed.encode_(HOSTILE)
+    assert compressed.preset == "raw"
+    assert_holds(compressed, HOSTILE)
+    copies = [compressed, compressed.clone(), pickle.loads(pickle.dumps(compressed))]
+    for stored in copies:
+        assert stored.encode_(HOSTILE).preset == "raw"  # it does not pay yet
+        assert stored.encode_(CALM) is stored
+        assert stored.preset == "pooled" and stored.ratio > 1.3
+        assert_holds(stored, CALM)
+
+
+def test_repack_finds_the_room_that_the_values_need() -> None:
+    for capacity in (0, 200, 2112):
+        compressed = lct.encode(CALM, capacity=capacity)
+        assert compressed.repack().layout == lct.encode(CALM, capacity="exact").layout
+        assert_holds(compressed, CALM)
+    raw = lct.encode(HOSTILE, capacity="exact")
+    assert raw.preset == raw.repack().preset == "raw"
+    assert lct.encode(CALM[:0]).repack().preset == "raw"
+
+
+def test_fixed_presets_keep_their_layout() -> None:
+    compressed = lct.encode(CALM, preset="clean")
+    layout = compressed.layout
+    assert compressed.encode_(HOSTILE).repack().layout == layout
+    assert_holds(compressed, HOSTILE)
+    small = lct.encode(CALM[:10], preset="clean")
+    assert small.encode_(CALM[10:20]).preset == "raw"
+    assert_holds(small, CALM[10:20])
+
+
+def test_copies_do_not_share_memory() -> None:
+    for dense in (CALM, HOSTILE):
+        compressed = lct.encode(dense.view(100, 200))
+        copies = [compressed.clone(), copy.deepcopy(compressed)]
+        copies.append(pickle.loads(pickle.dumps(compressed)))
+        assert compressed.to("cpu") is compressed
+        expected = compressed.canonical_bytes()
+        compressed.encode_(torch.zeros(100, 200, dtype=torch.bfloat16))
+        for other in copies:
+            assert other.canonical_bytes() == expected
+            assert_holds(other, dense.view(100, 200))
+
+
+def test_every_byte_is_counted() -> None:
+    calm, hostile = lct.encode(CALM), lct.encode(HOSTILE)
+    assert calm.nbytes == calm.payload.nbytes and calm.ratio == CALM.nbytes / calm.nbytes > 1.4
+    counts = hostile.group_counts()
+    assert counts.spilled == counts.groups == 3
+    assert hostile.nbytes == len(hostile.canonical_bytes()) > hostile.payload.nbytes
+
+
+def test_arguments_are_checked() -> None:
+    compressed = lct.encode(CALM)
+    for wrong in (CALM[1:], CALM.float(), CALM.view(100, 200)):
+        with pytest.raises(ValueError, match=r"encode_ takes a torch.bfloat16 tensor of shape"):
+            compressed.encode_(wrong)
+        with pytest.raises(ValueError, match=r"out must be a contiguous torch.bfloat16 tensor"):
+            compressed.decode(wrong)
+    assert_holds(compressed, CALM)
+    with pytest.raises(TypeError, match="encode takes a torch.Tensor, got list"):
+        lct.encode([1.0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dtype must be one of bfloat16"):
+        lct.encode(CALM.double())
+    with pytest.raises(TypeError, match="encode takes a dense"):
+        lct.encode(CALM.float().to_sparse())
+    with pytest.raises(ValueError, match="device must be one of cpu, cuda, got meta"):
+        lct.encode(CALM.to("meta"))
+    with pytest.raises(TypeError, match="upcast takes a torch.float32 tensor"):
+        lct.encode(CALM, upcast=True)
+    with pytest.raises(ValueError, match="capacity must be a number of words"):
+        lct.encode(CALM, capacity="large")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="decode takes a CompressedTensor, got Tensor"):
+        lct.decode(CALM)  # type: ignore[arg-type]
+
+
+def test_damaged_bytes_are_refused() -> None:
+    data = lct.encode(HOSTILE).canonical_bytes()
+    for damaged in (data[:8], data[:-1], data + b"\0", b"\xff" + data[1:]):
+        with pytest.raises(CorruptPayloadError):
+            lct.CompressedTensor.from_canonical(damaged, (SIZE,))
+    with pytest.raises(CorruptPayloadError, match="must have 20000 values"):
+        lct.CompressedTensor.from_canonical(data, (SIZE - 1,))
