@@ -100,20 +100,24 @@ def build_codebook(name: str, family: str, probabilities: np.ndarray) -> Codeboo
     return Codebook(name, family, chosen, canonical_codes(chosen))
 
 
+# Phases of the scale, in octaves, that every book is averaged over. A book for one phase alone
+# saves up to 2 % of the exponents' bits there and costs up to 15 % elsewhere; optimizer state
+# drifts through all of them.
+PHASES = (0.0, 0.25, 0.5, 0.75)
+
+
 @dataclass(frozen=True)
 class BankRow:
-    """A precomputed book: mixture of families (equal shares), zero share, phases of the scale."""
+    """A precomputed book: mixture of families (equal shares) and zero share."""
 
     families: tuple[str, ...]
     zero_share: float
-    phases: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75)
 
     @property
     def name(self) -> str:
+        """Name in reports."""
         base = "+".join(self.families)
-        zeros = f", {self.zero_share:.0%} zeros" if self.zero_share else ""
-        phase = f", phase {self.phases[0]:g}" if len(self.phases) == 1 else ""
-        return base + zeros + phase
+        return base + (f", {self.zero_share:.0%} zeros" if self.zero_share else "")
 
 
 # A book's id is its place in this table and stands in payloads: append, never reorder.
@@ -131,10 +135,6 @@ BANK_ROWS: tuple[BankRow, ...] = (
     BankRow(("power-law",), 0.75),
     BankRow(("log-normal",), 0.5),
     BankRow(("laplace",), 0.95),
-    BankRow(("gaussian",), 0.0, (0.0,)),
-    BankRow(("gaussian",), 0.0, (0.25,)),
-    BankRow(("gaussian",), 0.0, (0.5,)),
-    BankRow(("gaussian",), 0.0, (0.75,)),
 )
 
 
@@ -143,9 +143,7 @@ def bank() -> tuple[Codebook, ...]:
     """All precomputed books, in the order of ``BANK_ROWS``; built once, in about 0.2 s."""
     books = []
     for row in BANK_ROWS:
-        parts = [
-            relative_probabilities(FAMILIES[f], row.zero_share, row.phases) for f in row.families
-        ]
+        parts = [relative_probabilities(FAMILIES[f], row.zero_share, PHASES) for f in row.families]
         books.append(build_codebook(row.name, row.families[0], sum(parts) / len(parts)))  # type: ignore[arg-type]
     return tuple(books)
 

@@ -1,4 +1,4 @@
-"""Environment variables: the one module that reads them. docs/architecture.md lists them."""
+"""Environment variables: the one module that reads them. docs/guide.md lists them."""
 
 from __future__ import annotations
 

@@ -212,6 +212,16 @@ def test_encode_in_place_reuses_and_returns_chunks() -> None:
     assert arena.of(0).total_chunks - arena.of(0).counters().free_chunks < used
 
 
+def test_repack_comes_back_from_dense_storage() -> None:
+    calm, hostile = (INPUTS[name](20001).to(DEVICE) for name in ("gaussian", "random bits"))
+    compressed = lct.encode(calm, capacity="exact")
+    assert compressed.encode_(hostile).repack().preset == "raw"
+    assert compressed.encode_(calm).preset == "raw"  # looking would wait for the device
+    assert torch.equal(bits(compressed.decode()), bits(calm))
+    assert compressed.repack().layout == lct.encode(calm, capacity="exact").layout
+    assert torch.equal(bits(compressed.decode()), bits(calm))
+
+
 def test_small_arena_waits_and_grows_but_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     from lct.backends.cuda import arena
 

@@ -22,7 +22,7 @@ import torch
 from ...config import arena_limit_bytes
 from ...dtypes import DTYPES
 from ...errors import ArenaExhaustedError
-from ...layout import CHUNK_BYTES, PayloadLayout
+from ...layout import CHUNK_BYTES
 from ...presets import PRESETS
 from . import jit
 
@@ -148,10 +148,10 @@ class Arena:
         return self._serial
 
     def forget(self, serial: int, last_launch: int) -> None:
-        """The payload ``serial``, last written by launch ``last_launch``, is gone: its chunks are free.
+        """The payload ``serial``, last written by launch ``last_launch``, is gone.
 
-        Costs no launch: a sweep gives the chunks back when many payloads are gone or chunks are short,
-        and where nothing ever spilled there is nothing to sweep.
+        Its chunks are free. That costs no launch: a sweep gives them back when many payloads are
+        gone or chunks are short, and where nothing ever spilled there is nothing to sweep.
         """
         self._gone.append((serial, last_launch))
         if len(self._gone) >= _SWEEP_PAYLOADS:
@@ -175,9 +175,8 @@ class Arena:
                 args.end_group = self.total_chunks
                 kernel = jit.load("sweep_chunks", PRESETS["pooled"], _BF16, self.device)
                 jit.launch(kernel, args, -(-self.total_chunks // (kernel.warps * 32)), 0, stream)
-            self._launches_since += (
-                1  # so that a checkpoint follows and the host hears of free chunks
-            )
+            # So that a checkpoint follows and the host hears of free chunks.
+            self._launches_since += 1
             self._sequence += 1
 
     def _current_stream(self) -> int:
@@ -308,12 +307,8 @@ class Arena:
             mine = (chunks // SEGMENT_CHUNKS == number).nonzero().flatten()
             if len(mine):
                 rows = (chunks[mine] % SEGMENT_CHUNKS).to(segment.device)
-                out[mine] = (
-                    segment[: SEGMENT_CHUNKS * CHUNK_BYTES]
-                    .view(-1, CHUNK_BYTES)
-                    .index_select(0, rows)
-                    .cpu()
-                )
+                data = segment[: SEGMENT_CHUNKS * CHUNK_BYTES].view(-1, CHUNK_BYTES)
+                out[mine] = data.index_select(0, rows).cpu()
         return out
 
 

@@ -131,9 +131,9 @@ class Variant:
 
 def source(kernel: Kernel, variant: Variant, arch: str) -> str:
     """The translation unit of ``kernel``: constants, headers, kernel."""
-    preset, dtype = variant.preset, variant.dtype
+    preset = variant.preset
     values = {
-        "DTYPE": dtype.code,
+        "DTYPE": variant.dtype.code,
         "POOLED": int(preset.pooled),
         "STEPS": preset.steps,
         "GROUPS_PER_BLOCK": preset.groups_per_block,
@@ -142,7 +142,8 @@ def source(kernel: Kernel, variant: Variant, arch: str) -> str:
     used = {name: (values if name in kernel.constants else defaults)[name] for name in values}
     used |= {name: int(name in variant.options) for name in kernel.options}
     used["WARPS"] = kernel.warps
-    used["MIN_BLOCKS"] = LAUNCH[kernel.entry].min_blocks(arch, dtype)
+    dtype = variant.dtype if "DTYPE" in kernel.constants else DTYPES["bfloat16"]
+    used["MIN_BLOCKS"] = LAUNCH[kernel.entry].min_blocks(arch, dtype, variant.options)
     parts = [f"#define {name} {value}" for name, value in used.items()]
     for name in kernel.files:
         parts.append(f'#line 1 "{name}"\n{(KERNEL_DIR / name).read_text()}')

@@ -13,9 +13,10 @@ from . import jit
 from .arena import Arena
 from .codec import aligned, current_stream, launch_with_credit, on_device, template
 
-# Decoding and pair tables of parameter and state; a warp's stages.
+# Decoding and pair tables of parameter and state.
 _TABLE_BYTES = 2 * (256 + jit.PAIR_WORDS) * WORD_BYTES
-_STAGE_BYTES = 2 * 4 * LANES * 8
+# A warp's stages, literal buffers and the slack of its two regions.
+_WARP_BYTES = 2 * (4 * LANES * 8 + 256 + 32 * WORD_BYTES)
 ROUNDINGS = ("single", "foreach", "fused")
 
 
@@ -81,8 +82,8 @@ def sgd(
         }
         chosen = frozenset(name for name, on in options.items() if on)
         kernel = jit.load("sgd_step", param_layout.preset, param_layout.dtype, device, chosen)
-        words = 2 * (param_layout.capacity_words + state_layout.capacity_words)
-        shared = _TABLE_BYTES + kernel.warps * (_STAGE_BYTES + words * WORD_BYTES)
+        words = param_layout.capacity_words + state_layout.capacity_words
+        shared = _TABLE_BYTES + kernel.warps * (_WARP_BYTES + words * WORD_BYTES)
         arena: Arena = param.spill.arena
         launch_with_credit(
             kernel,

@@ -24,9 +24,9 @@ class LaunchConfig:
     measured_min_blocks: int = 1
     other_min_blocks: int = 1
 
-    def min_blocks(self, arch: str, dtype: DType) -> int:
-        """Blocks a multiprocessor for ``arch`` and ``dtype``."""
-        measured = arch == MEASURED_ARCH and dtype is _MEASURED_DTYPE
+    def min_blocks(self, arch: str, dtype: DType, options: frozenset[str]) -> int:
+        """Blocks a multiprocessor for ``arch``, ``dtype`` and a step's options (jit.Variant)."""
+        measured = arch == MEASURED_ARCH and dtype is _MEASURED_DTYPE and not options
         return self.measured_min_blocks if measured else self.other_min_blocks
 
 
@@ -38,7 +38,7 @@ LAUNCH: dict[str, LaunchConfig] = {
     # 2^28 values: 3 blocks (80 registers) 1.41, 4 blocks (64 registers) and a faster search 1.25.
     "fixed_encode": LaunchConfig(8, 4, 3),
     "fixed_decode": LaunchConfig(8, 6, 4),
-    "sgd_step": LaunchConfig(4, 3, 3),
+    "sgd_step": LaunchConfig(4, 4, 3),
     "select_book": LaunchConfig(32),
     "sweep_chunks": LaunchConfig(8),
     "grow_arena": LaunchConfig(8),

@@ -23,7 +23,8 @@ __device__ __forceinline__ u8* chunk_data(const Arena* arena, u32 chunk) {
 // Whose chunk it is: the serial number of a payload. Kept behind the chunks of each segment.
 __device__ __forceinline__ u32* chunk_owner(const Arena* arena, u32 chunk) {
     u32 shift = arena->segment_shift;
-    return (u32*)((u8*)arena->segments[chunk >> shift] + ((size_t)CHUNK_BYTES << shift)) + (chunk & ((1u << shift) - 1));
+    return (u32*)((u8*)arena->segments[chunk >> shift] + ((size_t)CHUNK_BYTES << shift)) +
+           (chunk & ((1u << shift) - 1));
 }
 
 // Credit for `count` chunks; false (and nothing changed) where they are not free.
@@ -77,9 +78,9 @@ __device__ __forceinline__ void free_chunk(Arena* arena, u32 chunk) {
 // The chunk that a warp spills one group into: kept from the group's old state, or taken at the first spill.
 struct SpillChunk {
     Arena* arena;
-    u32 serial;      // of the payload
-    u32 chunk;       // NO_CHUNK: none yet
-    int credit;      // reserved and not used (reserve mode)
+    u32 serial;  // of the payload
+    u32 chunk;   // NO_CHUNK: none yet
+    int credit;  // reserved and not used (reserve mode)
     bool reserved;
 
     __device__ __forceinline__ void init(const Args& a, u32 old, int credits) {

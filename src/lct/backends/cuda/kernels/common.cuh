@@ -6,21 +6,21 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-#define FULL_WARP 0xffffffffu
-#define STATE_CODED 0x00u
+#define FULL_WARP      0xffffffffu
+#define STATE_CODED    0x00u
 #define STATE_CONSTANT 0x01u
-#define STATE_WIDE 0x02u
-#define STATE_SPILLED 0x80u
-#define REF_MASK 0x00ffffffu
-#define NO_CHUNK 0xffffffffu
+#define STATE_WIDE     0x02u
+#define STATE_SPILLED  0x80u
+#define REF_MASK       0x00ffffffu
+#define NO_CHUNK       0xffffffffu
 
-#define GROUP_VALUES (STEPS * 128)
+#define GROUP_VALUES  (STEPS * 128)
 #define QUADS_PER_ROW (32 * GROUPS_PER_BLOCK)
 
 // Mirrors jit.Args (ctypes): pointers first, then 64-bit, then 32-bit fields.
 struct Args {
     u8* payload;
-    void* dense;        // source of an encode, destination of a decode
+    void* dense;  // source of an encode, destination of a decode
     struct Arena* arena;
     const u32* tables;  // the bank, one BookTables row a book
     u64 num_values;
@@ -43,20 +43,20 @@ struct Args {
 //                or SLOW if either escapes
 //   cost[260]    bits that symbol 0..256 costs
 //   window       symbol that the pair table's window starts at
-#define TABLE_DECODE 0
-#define TABLE_ENCODE 256
-#define TABLE_PAIR 768
-#define TABLE_COST 1344
-#define TABLE_WINDOW 1604
-#define TABLE_WORDS 1608
-#define PAIR_WORDS 576
-#define PAIR_STRIDE 37u
-#define STAGE_STEPS 4
-#define ESC_FLAG 0x8000u
-#define ZERO_FLAG 0x4000u
+#define TABLE_DECODE  0
+#define TABLE_ENCODE  256
+#define TABLE_PAIR    768
+#define TABLE_COST    1344
+#define TABLE_WINDOW  1604
+#define TABLE_WORDS   1608
+#define PAIR_WORDS    576
+#define PAIR_STRIDE   37u
+#define STAGE_STEPS   4
+#define ESC_FLAG      0x8000u
+#define ZERO_FLAG     0x4000u
 #define SPECIAL_FLAGS 0xc000u
-#define ESCAPED 0x80000000u
-#define SLOW 0x20u
+#define ESCAPED       0x80000000u
+#define SLOW          0x20u
 
 #define PACKED_BYTES 0x00ff00ffu
 
@@ -65,6 +65,10 @@ __device__ __forceinline__ u64 slot_offset(const Args& a, u32 group) {
     const u32 streams = POOLED ? 1 : 32;  // fixed: capacity is a stream's
     if (group < a.full_groups) return 16 + (u64)group * a.capacity * (4 * streams);
     return a.tail_slot_offset + (u64)(group - a.full_groups) * a.tail_capacity * (4 * streams);
+}
+
+__device__ __forceinline__ const u32* slot_in_payload(const Args& a, u32 group) {
+    return (const u32*)(a.payload + slot_offset(a, group));
 }
 
 // The chunk that the present state of `group` refers to, or NO_CHUNK. Wide groups are never rewritten.
@@ -76,7 +80,8 @@ __device__ __forceinline__ u32 held_chunk(const Args& a, u32 group) {
 // Unused bytes are zero: the gaps between planes, at most 31 bytes each. One warp calls.
 __device__ __forceinline__ void clear_gaps(const Args& a, u32 lane) {
     const u64 low_bytes = DTYPE == 2 ? 2 * a.num_values : DTYPE == 3 ? (a.num_values + 7) / 8 * 3 : 0;
-    const u64 from[3] = {a.sign_fraction_offset + a.num_values, a.low_offset + low_bytes, a.meta_offset + 4ull * a.num_groups};
+    const u64 from[3] = {a.sign_fraction_offset + a.num_values, a.low_offset + low_bytes,
+                         a.meta_offset + 4ull * a.num_groups};
     const u64 to[3] = {a.low_offset, a.lane_offset, a.size_bytes};
 #pragma unroll
     for (int gap = 0; gap < 3; gap++)
@@ -110,11 +115,14 @@ __device__ __forceinline__ u32 sign_fractions4(uint2 v) {
 // Four words from sign-fraction bytes and exponents that stand at bits 7..14 and 23..30 of x and y;
 // other bits of x and y are ignored, so packed adds may carry between the halves.
 __device__ __forceinline__ uint2 join4(u32 sf, u32 x, u32 y) {
-    return make_uint2(blend(__byte_perm(sf, 0, 0x1100), x, 0x7f807f80u), blend(__byte_perm(sf, 0, 0x3322), y, 0x7f807f80u));
+    return make_uint2(blend(__byte_perm(sf, 0, 0x1100), x, 0x7f807f80u),
+                      blend(__byte_perm(sf, 0, 0x3322), y, 0x7f807f80u));
 }
 
 // Two BF16 values as floats, and back, rounded to nearest even.
-__device__ __forceinline__ float2 unpack2(u32 v) { return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u)); }
+__device__ __forceinline__ float2 unpack2(u32 v) {
+    return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
+}
 __device__ __forceinline__ u32 pack2(float2 v) {
     u32 out;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(v.y), "f"(v.x));
@@ -186,7 +194,8 @@ __device__ __forceinline__ Quad split_quad(uint4 v) {
     q.words = make_uint2(__byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x7632));
     q.low = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410));
 #elif DTYPE == 3
-    q.words = make_uint2((v.x & 0x80008000u) | ((v.x >> 3) & 0x0fff0fffu), (v.y & 0x80008000u) | ((v.y >> 3) & 0x0fff0fffu));
+    q.words =
+        make_uint2((v.x & 0x80008000u) | ((v.x >> 3) & 0x0fff0fffu), (v.y & 0x80008000u) | ((v.y >> 3) & 0x0fff0fffu));
     q.low = make_uint2(v.x & 0x00070007u, v.y & 0x00070007u);
 #else
     q.words = make_uint2(v.x, v.y);
@@ -229,7 +238,8 @@ __device__ __forceinline__ void store_dense(void* p, u64 i, uint4 v) {
 __device__ __forceinline__ uint4 load_dense_guarded(const void* p, u64 i, u64 n) {
     u32 v[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) v[j] = i + j < n ? dense_at(p, i + j) : 0u;
+    for (int j = 0; j < 4; j++)
+        v[j] = i + j < n ? dense_at(p, i + j) : 0u;
 #if VALUE_BYTES == 4
     return make_uint4(v[0], v[1], v[2], v[3]);
 #else

@@ -7,7 +7,7 @@
 
 // Steps [from, steps) with guards: groups that spilled somewhere, constant groups, tails.
 __device__ __forceinline__ void decode_rest(const Args& a, FixedDecoder decoder, const u32* table, u32 shift, u32 group,
-                                         u32 lane, u32 from, u32 coded, u32 steps, u32 state) {
+                                            u32 lane, u32 from, u32 coded, u32 steps, u32 state) {
     const u8* sign_fractions = a.payload + a.sign_fraction_offset;
     const u8* low = a.payload + a.low_offset;
     const u8* chunk = (state >> 24) & STATE_SPILLED ? chunk_data(a.arena, state & REF_MASK) : nullptr;
@@ -20,7 +20,8 @@ __device__ __forceinline__ void decode_rest(const Args& a, FixedDecoder decoder,
             decoder.quad(table, shift_offset(shift), x, y);
             q.words = join4(sf, x, y);
         } else {
-            q.words = join_bytes4(sf, chunk ? *(const u32*)(chunk + step * 128 + lane * 4) : (state & 255u) * 0x01010101u);
+            q.words =
+                join_bytes4(sf, chunk ? *(const u32*)(chunk + step * 128 + lane * 4) : (state & 255u) * 0x01010101u);
         }
         q.low = load_low(low, i, a.num_values);
         store_dense_guarded(a.dense, i, a.num_values, merge_quad(q));
@@ -31,7 +32,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_decod
     extern __shared__ uint4 shared[];
     u32* table = (u32*)shared;
     const u32* book = book_tables(a);
-    for (u32 i = threadIdx.x; i < 256; i += WARPS * 32) table[i] = book[TABLE_DECODE + i];
+    for (u32 i = threadIdx.x; i < 256; i += WARPS * 32)
+        table[i] = book[TABLE_DECODE + i];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
     bool active = group < a.end_group, tail = group >= a.full_groups;
     u32 capacity = tail ? a.tail_capacity : a.capacity, steps = tail ? a.tail_steps : STEPS;

@@ -59,14 +59,16 @@ struct GroupEncoder {
         length &= 0xffffu;
         if (UNLIKELY(__any_sync(FULL_WARP, slow || has_zero_half(smallest) || !encoder.fits(length)))) {
 #pragma unroll
-            for (int k = 0; k < STAGE_STEPS; k++) stage[k * 32] = e4[k];
+            for (int k = 0; k < STAGE_STEPS; k++)
+                stage[k * 32] = e4[k];
             staged_steps(step0, step0 + STAGE_STEPS);
             return;
         }
         if (UNLIKELY(!differs)) {
             if (step0 == 0) first = __shfl_sync(FULL_WARP, (e4[0].x & 0xffffu) * 0x00010001u, 0);
 #pragma unroll
-            for (int k = 0; k < STAGE_STEPS; k++) differs |= (e4[k].x ^ first) | (e4[k].y ^ first);
+            for (int k = 0; k < STAGE_STEPS; k++)
+                differs |= (e4[k].x ^ first) | (e4[k].y ^ first);
             differs = __any_sync(FULL_WARP, differs);
         }
 #pragma unroll
@@ -79,7 +81,8 @@ struct GroupEncoder {
     __device__ __forceinline__ void chunk(u32 step0) {
         uint4 dense[CHUNK_STEPS];  // all loads before the first store: see pooled_encode.cu
 #pragma unroll
-        for (int k = 0; k < CHUNK_STEPS; k++) dense[k] = load_dense(a.dense, quad_index(group, step0 + k, lane));
+        for (int k = 0; k < CHUNK_STEPS; k++)
+            dense[k] = load_dense(a.dense, quad_index(group, step0 + k, lane));
         uint2 e4[CHUNK_STEPS];
 #pragma unroll
         for (int k = 0; k < CHUNK_STEPS; k++) {
@@ -90,7 +93,8 @@ struct GroupEncoder {
             store_low(a.payload + a.low_offset, i, a.num_values, q.low);
         }
 #pragma unroll
-        for (int k = 0; k < CHUNK_STEPS; k += STAGE_STEPS) four_steps(step0 + k, e4 + k);
+        for (int k = 0; k < CHUNK_STEPS; k += STAGE_STEPS)
+            four_steps(step0 + k, e4 + k);
     }
 };
 
@@ -98,7 +102,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_encod
     extern __shared__ uint4 shared[];
     u32* pair = (u32*)shared;
     const u32* book = book_tables(a);
-    for (u32 i = threadIdx.x; i < PAIR_WORDS; i += WARPS * 32) pair[i] = book[TABLE_PAIR + i];
+    for (u32 i = threadIdx.x; i < PAIR_WORDS; i += WARPS * 32)
+        pair[i] = book[TABLE_PAIR + i];
     const EncodeTables tables = {pair, book + TABLE_ENCODE, book[TABLE_WINDOW]};
     const u32 shift = a.book == NO_CHUNK ? a.payload[4] : a.header[1] & 255u;
     __syncthreads();
@@ -128,7 +133,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_encod
         g.guarded_steps(0, steps);
     } else {
 #pragma unroll 1
-        for (u32 step0 = 0; step0 < STEPS; step0 += CHUNK_STEPS) g.chunk(step0);
+        for (u32 step0 = 0; step0 < STEPS; step0 += CHUNK_STEPS)
+            g.chunk(step0);
     }
 
     u32 markers = g.encoder.coded;

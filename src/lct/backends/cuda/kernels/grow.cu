@@ -2,7 +2,8 @@
 // One block; the counter of free chunks rises last, so nobody searches for a chunk that is not there.
 extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void grow_arena(const __grid_constant__ Args a) {
     const u32 words = a.end_group / 32, first = a.first_group * words;
-    for (u32 i = threadIdx.x; i < words; i += 256) a.arena->bitmap[first + i] = 0;
+    for (u32 i = threadIdx.x; i < words; i += 256)
+        a.arena->bitmap[first + i] = 0;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {

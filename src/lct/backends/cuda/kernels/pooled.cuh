@@ -27,10 +27,14 @@ __device__ __noinline__ Resolved resolve_quad(uint4 entries, u32 offset, const u
     return {make_uint4(e[0], e[1], e[2], e[3]), literals};
 }
 
+// CAN_DETACH: the slot in shared memory may be overwritten while it is being read; `detach` then goes on
+// with the slot in global memory.
+template <bool CAN_DETACH>
 struct PooledDecoder {
     u32 hi, lo, position, handed, literals, below;
     const u32* slot;
     u32 capacity;
+    bool detached;
 
     __device__ __forceinline__ void init(const u32* words, u32 capacity_words, u32 lane) {
         slot = words;
@@ -41,15 +45,21 @@ struct PooledDecoder {
         handed = 64;
         literals = 0;
         below = lanes_below(lane);
+        detached = false;
     }
+    __device__ __forceinline__ void detach() { detached = true; }
 
-    // Table entries of the next quad: relative exponents at bits 23..30, flags below.
-    __device__ __forceinline__ void quad(const u32* table, u32 (&e)[4]) {
+    // Table entries of the next quad of `group`: relative exponents at bits 23..30, flags below.
+    __device__ __forceinline__ void quad(const u32* table, u32 (&e)[4], const Args& a, u32 group) {
         bool need = position >= 32;
         u32 asking = __ballot_sync(FULL_WARP, need);
         if (need) {
+            u32 index = min(handed + __popc(asking & below), capacity - 1);
             hi = lo;
-            lo = slot[min(handed + __popc(asking & below), capacity - 1)];
+            if (CAN_DETACH && UNLIKELY(detached))
+                lo = slot_in_payload(a, group)[index];
+            else
+                lo = slot[index];
             position -= 32;
         }
         handed += __popc(asking);
@@ -63,8 +73,9 @@ struct PooledDecoder {
     }
 
     // Replace the entries of zeros and escapes, so that adding `offset` gives their exponents as well.
-    __device__ __forceinline__ void resolve(u32 (&e)[4], u32 offset) {
-        Resolved r = resolve_quad(make_uint4(e[0], e[1], e[2], e[3]), offset, slot, capacity, literals, below);
+    __device__ __forceinline__ void resolve(u32 (&e)[4], u32 offset, const Args& a, u32 group) {
+        const u32* words = CAN_DETACH && detached ? slot_in_payload(a, group) : slot;
+        Resolved r = resolve_quad(make_uint4(e[0], e[1], e[2], e[3]), offset, words, capacity, literals, below);
         e[0] = r.entries.x, e[1] = r.entries.y, e[2] = r.entries.z, e[3] = r.entries.w;
         literals = r.literals;
     }
@@ -102,18 +113,22 @@ __device__ __forceinline__ u32 quad_length(u32 qx, u32 qy) { return (qx + qy) & 
 // Bits of r (two symbols times 4, noise above) that are set where a symbol lies outside the pair table.
 #define OUTSIDE_WINDOW 0x03c003c0u
 
+#define LITERAL_BUFFER 256u  // bytes
+
 struct PooledEncoder {
     u64 bits;
     u32 count, handed, literals, below, capacity;
     u32 *slot, *word0, *word1;  // the lane's two words that are handed out and not yet written
+    u8* literal_buffer;         // null: literals go to the end of the slot
     u32 coded;                  // steps coded so far
     bool stopped;               // a step did not fit: the group spills from step `coded` on
 
     __device__ __forceinline__ void init(u32* words, u32 capacity_words, u32 lane) {
         slot = words;
-        capacity = capacity_words;
+        capacity = opaque(capacity_words);
         bits = 0;
         count = coded = literals = 0;
+        literal_buffer = nullptr;
         word0 = slot + lane;
         word1 = slot + 32 + lane;
         handed = 64;
@@ -158,7 +173,8 @@ struct PooledEncoder {
         }
         stopped = !fits(0, found);
         if (stopped) return;
-        u8* next = (u8*)(slot + capacity) - 1 - literals;
+        if (literal_buffer && literals + found > LITERAL_BUFFER) move_literals();
+        u8* next = (literal_buffer ? literal_buffer + LITERAL_BUFFER : (u8*)(slot + capacity)) - 1 - literals;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             if (escapes[j]) *(next - __popc(mask[j] & below)) = (u8)e[j];
@@ -169,11 +185,30 @@ struct PooledEncoder {
         append(code, length);
     }
 
-    // Write what is left of the streams (at most 63 bits a lane).
-    __device__ __forceinline__ void finish() {
+    // While the end of the slot is still in use, literals go to a buffer.
+    __device__ __forceinline__ void move_literals() {
+        const u8* end = literal_buffer + LITERAL_BUFFER;
+        for (u32 i = __popc(below); i < literals; i += 32)
+            ((u8*)(slot + capacity))[-1 - (int)i] = end[-1 - (int)i];
+        literal_buffer = nullptr;
+        __syncwarp();
+    }
+
+    // End the streams (at most 63 bits a lane are left) and clear what nothing was written to.
+    __device__ __forceinline__ void finish(u32 lane) {
+        if (capacity < 64) return;
         u64 left = count ? bits << (64 - count) : 0;
-        if (count) *word0 = (u32)(left >> 32);
-        if (count > 32) *word1 = (u32)left;
+        *word0 = (u32)(left >> 32);
+        *word1 = count > 32 ? (u32)left : 0u;
+        if (literal_buffer) move_literals();
+        u32 end = capacity * 4 - literals;
+        for (u32 i = handed + lane; i < (end + 3) / 4; i += 32) {
+            if (i * 4 + 4 <= end)
+                slot[i] = 0;
+            else
+                for (u32 b = i * 4; b < end; b++)
+                    ((u8*)slot)[b] = 0;
+        }
     }
 };
 
@@ -208,11 +243,15 @@ __device__ __forceinline__ void stage_slot(const u8* from, u32* to, u32 capacity
         asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(address), "l"((const uint4*)from + i));
     }
 }
-__device__ __forceinline__ void stage_wait() { asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void stage_wait() {
+    asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
+}
 
 __device__ __forceinline__ void clear_slot(u32* to, u32 capacity, u32 lane) {
-    for (u32 i = lane; i < capacity / 4; i += 32) ((uint4*)to)[i] = make_uint4(0, 0, 0, 0);
+    for (u32 i = lane; i < capacity / 4; i += 32)
+        ((uint4*)to)[i] = make_uint4(0, 0, 0, 0);
 }
 __device__ __forceinline__ void store_slot(u8* to, const u32* from, u32 capacity, u32 lane) {
-    for (u32 i = lane; i < capacity / 4; i += 32) ((uint4*)to)[i] = ((const uint4*)from)[i];
+    for (u32 i = lane; i < capacity / 4; i += 32)
+        ((uint4*)to)[i] = ((const uint4*)from)[i];
 }

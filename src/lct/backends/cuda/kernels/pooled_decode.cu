@@ -6,8 +6,8 @@
 #define CHUNK_STEPS 8
 
 // Steps [from, steps) one at a time: the end of a group that spilled, constant and wide groups, tails.
-__device__ __forceinline__ void decode_rest(const Args& a, PooledDecoder decoder, const u32* table, u32 my_shift, u32 group,
-                                         u32 lane, u32 from, u32 coded, u32 steps, u32 state) {
+__device__ __forceinline__ void decode_rest(const Args& a, PooledDecoder<false> decoder, const u32* table, u32 my_shift,
+                                            u32 group, u32 lane, u32 from, u32 coded, u32 steps, u32 state) {
     const u8* sign_fractions = a.payload + a.sign_fraction_offset;
     const u8* low = a.payload + a.low_offset;
     const u8* chunk = nullptr;
@@ -26,8 +26,8 @@ __device__ __forceinline__ void decode_rest(const Args& a, PooledDecoder decoder
         Quad q;
         if (step < coded) {
             u32 e[4], offset = shift_offset(shift);
-            decoder.quad(table, e);
-            if (any_special(e, e)) decoder.resolve(e, offset);
+            decoder.quad(table, e, a, group);
+            if (any_special(e, e)) decoder.resolve(e, offset, a, group);
             q.words = join_entries(sf, e, offset);
         } else {
             q.words = join_bytes4(sf, chunk ? *(const u32*)(chunk + at) : (state & 255u) * 0x01010101u);
@@ -41,7 +41,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_deco
     extern __shared__ uint4 shared[];
     u32* table = (u32*)shared;
     const u32* book = book_tables(a);
-    for (u32 i = threadIdx.x; i < 256; i += WARPS * 32) table[i] = book[TABLE_DECODE + i];
+    for (u32 i = threadIdx.x; i < 256; i += WARPS * 32)
+        table[i] = book[TABLE_DECODE + i];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
     bool active = group < a.end_group, tail = group >= a.full_groups;
     u32 capacity = tail ? a.tail_capacity : a.capacity, steps = tail ? a.tail_steps : STEPS;
@@ -59,7 +60,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_deco
     __syncthreads();
     if (!active) return;
 
-    PooledDecoder decoder;
+    PooledDecoder<false> decoder;
     if (coded) decoder.init(slot, capacity, lane);
     const u8* sign_fractions = a.payload + a.sign_fraction_offset;
     const u8* low = a.payload + a.low_offset;
@@ -70,15 +71,16 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_deco
             u32 sf[CHUNK_STEPS];
             u64 first = quad_index(group, step0, lane);
 #pragma unroll
-            for (int k = 0; k < CHUNK_STEPS; k++) sf[k] = __ldcs((const u32*)(sign_fractions + first + k * 128));
+            for (int k = 0; k < CHUNK_STEPS; k++)
+                sf[k] = __ldcs((const u32*)(sign_fractions + first + k * 128));
 #pragma unroll
             for (int k = 0; k < CHUNK_STEPS; k += 2) {
                 u32 offset = shift_offset(__shfl_sync(FULL_WARP, my_shift, (step0 + k) / 2)), e[2][4];
-                decoder.quad(table, e[0]);
-                decoder.quad(table, e[1]);
+                decoder.quad(table, e[0], a, group);
+                decoder.quad(table, e[1], a, group);
                 if (UNLIKELY(any_special(e[0], e[1]))) {
-                    decoder.resolve(e[0], offset);
-                    decoder.resolve(e[1], offset);
+                    decoder.resolve(e[0], offset, a, group);
+                    decoder.resolve(e[1], offset, a, group);
                 }
 #pragma unroll
                 for (int i = 0; i < 2; i++) {

@@ -34,7 +34,8 @@ __device__ __forceinline__ u32 full_chunk(const Args& a, GroupCoder& g, u32 step
     u64 start = quad_index(g.group, step0, g.lane);
     u32 low_bits = 0;
 #pragma unroll
-    for (int k = 0; k < CHUNK_STEPS; k++) dense[k] = load_dense(a.dense, start + k * 128);
+    for (int k = 0; k < CHUNK_STEPS; k++)
+        dense[k] = load_dense(a.dense, start + k * 128);
     uint2 e4[CHUNK_STEPS];
 #pragma unroll
     for (int k = 0; k < CHUNK_STEPS; k++) {
@@ -46,7 +47,8 @@ __device__ __forceinline__ u32 full_chunk(const Args& a, GroupCoder& g, u32 step
         store_low(a.payload + a.low_offset, i, a.num_values, q.low);
     }
 #pragma unroll
-    for (int k = 0; k < CHUNK_STEPS; k += STAGE_STEPS) g.four_steps(step0 + k, e4 + k);
+    for (int k = 0; k < CHUNK_STEPS; k += STAGE_STEPS)
+        g.four_steps(step0 + k, e4 + k);
     return low_bits;
 }
 
@@ -76,7 +78,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_enco
     extern __shared__ uint4 shared[];
     u32* pair = (u32*)shared;
     const u32* book = book_tables(a);
-    for (u32 i = threadIdx.x; i < PAIR_WORDS; i += WARPS * 32) pair[i] = book[TABLE_PAIR + i];
+    for (u32 i = threadIdx.x; i < PAIR_WORDS; i += WARPS * 32)
+        pair[i] = book[TABLE_PAIR + i];
     const EncodeTables tables = {pair, book + TABLE_ENCODE, book[TABLE_WINDOW]};
     __syncthreads();
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
@@ -101,7 +104,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_enco
         low_bits = guarded_steps(a, g, a.tail_steps);
     } else {
 #pragma unroll 1
-        for (u32 step0 = 0; step0 < STEPS; step0 += CHUNK_STEPS) low_bits |= full_chunk(a, g, step0);
+        for (u32 step0 = 0; step0 < STEPS; step0 += CHUNK_STEPS)
+            low_bits |= full_chunk(a, g, step0);
     }
     bool wide = DTYPE == 4 && __any_sync(FULL_WARP, low_bits);
     g.commit(a, wide ? store_wide(a, g, tail ? a.tail_steps : STEPS) : g.close());

@@ -11,16 +11,13 @@ struct GroupCoder {
     uint2* stage;  // of this lane; rows of 32
     u32 group, lane, my_shift, first, differs;
 
-    // The slot is cleared here; `old_chunk`: the chunk that the group's old state holds, or NO_CHUNK.
-    __device__ __forceinline__ void init(const EncodeTables& book, u32* slot, u32 capacity, uint2* lane_stage, u32 group_number,
-                                         u32 lane_number) {
+    __device__ __forceinline__ void init(const EncodeTables& book, u32* slot, u32 capacity, uint2* lane_stage,
+                                         u32 group_number, u32 lane_number) {
         tables = book;
         stage = lane_stage;
         group = group_number;
         lane = lane_number;
         my_shift = first = differs = 0;
-        clear_slot(slot, capacity, lane);
-        __syncwarp();
         encoder.init(slot, capacity, lane);
     }
 
@@ -61,14 +58,16 @@ struct GroupCoder {
         bool fast = !__any_sync(FULL_WARP, slow || has_zero_half(smallest)) && encoder.fits(length & 0xffffu, 0);
         if (UNLIKELY(!fast)) {
 #pragma unroll
-            for (int k = 0; k < STAGE_STEPS; k++) stage[k * 32] = e4[k];
+            for (int k = 0; k < STAGE_STEPS; k++)
+                stage[k * 32] = e4[k];
             staged_steps(step0, step0 + STAGE_STEPS);
             return;
         }
         if (UNLIKELY(!differs)) {
             if (step0 == 0) first = __shfl_sync(FULL_WARP, (e4[0].x & 0xffffu) * 0x00010001u, 0);
 #pragma unroll
-            for (int k = 0; k < STAGE_STEPS; k++) differs |= (e4[k].x ^ first) | (e4[k].y ^ first);
+            for (int k = 0; k < STAGE_STEPS; k++)
+                differs |= (e4[k].x ^ first) | (e4[k].y ^ first);
             differs = __any_sync(FULL_WARP, differs);
         }
         if (lane / 2 == step0 / 4) my_shift = lane & 1 ? shift[1] : shift[0];
@@ -86,7 +85,8 @@ struct GroupCoder {
             my_shift = 0;
             return STATE_CONSTANT << 24 | (first >> 2 & 255u);
         }
-        encoder.finish();
+        __syncwarp();
+        encoder.finish(lane);
         return encoder.stopped ? (STATE_SPILLED | encoder.coded) << 24 | spill.chunk : 0u;
     }
 

@@ -1,6 +1,7 @@
 // Words that each pooled group needs so that nothing spills (docs/format.md, section 6): lengths only.
 // One warp a group; `payload` points at the int32 results, `header[0]` is the book.
-extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_needs(const __grid_constant__ Args a, u32* needs) {
+extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_needs(const __grid_constant__ Args a,
+                                                                                  u32* needs) {
     u32 lane = threadIdx.x % 32, group = blockIdx.x * WARPS + threadIdx.x / 32;
     if (group >= a.end_group) return;
     const u32* table = book_tables(a) + TABLE_ENCODE;

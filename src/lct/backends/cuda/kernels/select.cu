@@ -1,9 +1,9 @@
 // Choose the book (and, for fixed streams, the shift) of a tensor from a sample and write the payload's
 // header (docs/format.md, section 5). One block of 1,024 threads: the sample is at most 8,192 values.
-#define THREADS (WARPS * 32)
-#define SAMPLED_SPANS 32
+#define THREADS        (WARPS * 32)
+#define SAMPLED_SPANS  32
 #define SAMPLED_VALUES 4096
-#define SYMBOLS 257
+#define SYMBOLS        257
 #if POOLED && SAMPLED_SPANS > WARPS
 #error "one warp a span"
 #endif
@@ -23,7 +23,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book
     if (threadIdx.x == 0) num_occurring = 0;
 #endif
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    for (u32 i = thread; i < SYMBOLS; i += THREADS) counts[i] = 0;
+    for (u32 i = thread; i < SYMBOLS; i += THREADS)
+        counts[i] = 0;
     if (thread == 0) best = ~0ull;
     __syncthreads();
 #if POOLED
@@ -32,7 +33,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book
     const bool candidate = a.candidates >> warp & 1u;
     u32 cost[9];
 #pragma unroll
-    for (int k = 0; k < 9; k++) cost[k] = candidate && k * 32 + lane < SYMBOLS ? row[k * 32 + lane] : 0u;
+    for (int k = 0; k < 9; k++)
+        cost[k] = candidate && k * 32 + lane < SYMBOLS ? row[k * 32 + lane] : 0u;
     const u64 spans = (a.num_values + 255) / 256;
     const u32 samples = spans < SAMPLED_SPANS ? (u32)spans : SAMPLED_SPANS;
     if (warp < samples) {

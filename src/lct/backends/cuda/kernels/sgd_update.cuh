@@ -2,8 +2,8 @@
 struct StepArgs {
     Args param, state;
     void* grad;
-    const float* grad_scale;  // or null; ROUNDING 1 only
-    const float* found_inf;   // or null: a value other than 0 skips the step
+    const float* grad_scale;                            // or null; ROUNDING 1 only
+    const float* found_inf;                             // or null: a value other than 0 skips the step
     double lr, momentum, dampening_left, weight_decay;  // dampening_left = 1 - dampening
 };
 
@@ -12,8 +12,11 @@ struct Update {
     float lr, momentum, dampening_left, weight_decay, scale;
 
     __device__ __forceinline__ Update(const StepArgs& s)
-        : lr(-(float)s.lr), momentum((float)s.momentum), dampening_left((float)s.dampening_left),
-          weight_decay((float)s.weight_decay), scale(s.grad_scale ? *s.grad_scale : 1.0f) {}
+        : lr(-(float)s.lr),
+          momentum((float)s.momentum),
+          dampening_left((float)s.dampening_left),
+          weight_decay((float)s.weight_decay),
+          scale(s.grad_scale ? *s.grad_scale : 1.0f) {}
 
     // Two values, packed: p and m are replaced.
     __device__ __forceinline__ void operator()(u32& p, u32& m, u32 packed_g) const {

@@ -7,8 +7,10 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void sweep_chunk
     u32 low = 0, high = a.capacity;
     while (low < high) {
         u32 middle = (low + high) / 2;
-        if (gone[middle] < owner) low = middle + 1;
-        else high = middle;
+        if (gone[middle] < owner)
+            low = middle + 1;
+        else
+            high = middle;
     }
     if (low < a.capacity && gone[low] == owner) free_chunk(a.arena, chunk);
 }
