@@ -35,7 +35,8 @@ _FAILED_OFFSET = 4  # of failed_groups in the control block
 _SEGMENTS_BYTES = MAX_CHUNKS // SEGMENT_CHUNKS * 8
 # The counters are copied to the host every this many launches: about 12 us of host time each.
 _CHECKPOINT_LAUNCHES = 16
-_OWNER_BYTES = 4  # a chunk's owner, behind the chunks of its segment
+# The serial numbers of the chunks' owners stand behind the chunks (chunk_owner in arena.cuh).
+SEGMENT_BYTES = SEGMENT_CHUNKS * (CHUNK_BYTES + 4)
 _SWEEP_PAYLOADS = 4096
 _BF16 = DTYPES["bfloat16"]
 
@@ -163,8 +164,8 @@ class Arena:
     def collect(self) -> None:
         """Give back the chunks of payloads that are gone, in the order of the arena's stream."""
         with self._lock:
-            serials = sorted(serial for serial, _ in self._gone)
-            self._gone.clear()
+            # Payloads may go while this runs (garbage collection, other threads): take what is there.
+            serials = sorted(self._gone.popleft()[0] for _ in range(len(self._gone)))
             if not serials or not self.segments or torch.cuda.is_current_stream_capturing():
                 return
             numbers = torch.tensor(serials, dtype=torch.int64).to(torch.int32)
@@ -212,7 +213,7 @@ class Arena:
                 )
             try:
                 segment = torch.empty(
-                    SEGMENT_CHUNKS * CHUNK_BYTES,
+                    SEGMENT_BYTES,
                     dtype=torch.uint8,
                     device=torch.device("cuda", self.device),
                 )
