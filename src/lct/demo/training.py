@@ -43,7 +43,7 @@ class Recipe:
 
 RECIPES = {
     "cpu": Recipe(SIZES["cpu"], batch=8, num_steps=50, lr=0.1),
-    "cuda": Recipe(SIZES["cuda"], batch=16, num_steps=400, lr=0.1),
+    "cuda": Recipe(SIZES["cuda"], batch=16, num_steps=200, lr=0.1),
 }
 
 

@@ -164,7 +164,7 @@ class Arena:
     def collect(self) -> None:
         """Give back the chunks of payloads that are gone, in the order of the arena's stream."""
         with self._lock:
-            # Payloads may go while this runs (garbage collection, other threads): take what is there.
+            # More may go while this runs (garbage collection, other threads): take what is there.
             serials = sorted(self._gone.popleft()[0] for _ in range(len(self._gone)))
             if not serials or not self.segments or torch.cuda.is_current_stream_capturing():
                 return
