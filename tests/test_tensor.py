@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -97,12 +98,38 @@ def test_copies_do_not_share_memory() -> None:
 
 def test_every_byte_is_counted() -> None:
     calm, hostile = lct.encode(CALM), lct.encode(HOSTILE)
+    assert calm.ndim == CALM.ndim and calm.dense_nbytes == CALM.nbytes
     assert calm.nbytes == calm.payload.nbytes and calm.ratio == CALM.nbytes / calm.nbytes > 1.4
     counts = hostile.group_counts()
     assert counts.spilled == counts.groups == 3
     assert hostile.nbytes == len(hostile.canonical_bytes()) > hostile.payload.nbytes
 
 
+def test_stats_sum_up_all_tensors() -> None:
+    gc.collect()
+    before = lct.stats()
+    calm, hostile = lct.encode(CALM), lct.encode(HOSTILE)
+    raw = lct.encode(HOSTILE, capacity=0)  # no room: every group spills from its first step on
+    constant = lct.encode(torch.zeros(SIZE, dtype=torch.bfloat16))
+    now = lct.stats()
+    added = {key: now[key] - before[key] for key in before if key != "arenas"}
+    tensors = (calm, hostile, raw, constant)
+    assert added == {
+        "tensors": 4,
+        "dense_bytes": 4 * CALM.nbytes,
+        "payload_bytes": sum(t.payload.nbytes for t in tensors),
+        "spilled_bytes": sum(t.nbytes - t.payload.nbytes for t in tensors),
+        "groups": 12,
+        "constant_groups": 3,
+        "spilled_groups": 6,
+        "raw_groups": 3,
+    }
+    assert added["spilled_bytes"] > 0
+    del calm, hostile, raw, constant, tensors
+    assert lct.stats() == before
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of nested and quantized tensors
 def test_arguments_are_checked() -> None:
     compressed = lct.encode(CALM)
     for wrong in (CALM[1:], CALM.float(), CALM.view(100, 200)):
@@ -117,14 +144,46 @@ def test_arguments_are_checked() -> None:
         lct.encode(CALM.double())
     with pytest.raises(TypeError, match="encode takes a dense"):
         lct.encode(CALM.float().to_sparse())
+    with pytest.raises(TypeError, match="encode_ takes a dense"):
+        lct.encode(CALM.float()).encode_(CALM.float().to_sparse())
+    with pytest.raises(TypeError, match="got a nested one"):
+        lct.encode(torch.nested.as_nested_tensor([CALM, CALM[1:]]))
+    with pytest.raises(TypeError, match=r"encode takes no quantized tensor, got torch\.qint8"):
+        lct.encode(torch.quantize_per_tensor(CALM.float(), 0.1, 0, torch.qint8))
     with pytest.raises(ValueError, match="device must be one of cpu, cuda, got meta"):
         lct.encode(CALM.to("meta"))
+    with pytest.raises(ValueError, match="must be a multiple of 4 words a group from 0 to 2112, g"):
+        lct.encode(CALM, capacity=3)
+    with pytest.raises(ValueError, match="must be 1 to 64 words a stream, got 65"):
+        lct.encode(CALM, preset="clean", capacity=65)
     with pytest.raises(TypeError, match=r"upcast takes a torch\.float32 tensor"):
         lct.encode(CALM, upcast=True)
     with pytest.raises(ValueError, match="capacity must be a number of words"):
         lct.encode(CALM, capacity="large")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="decode takes a CompressedTensor, got Tensor"):
         lct.decode(CALM)  # type: ignore[arg-type]
+
+
+def test_devices_are_checked() -> None:
+    compressed = lct.encode(CALM)
+    data = compressed.canonical_bytes()
+    for device in ("meta", torch.device("meta")):
+        with pytest.raises(ValueError, match="device must be one of cpu, cuda, got meta"):
+            compressed.to(device)
+        with pytest.raises(ValueError, match="device must be one of cpu, cuda, got meta"):
+            lct.CompressedTensor.from_canonical(data, (SIZE,), device)
+    with pytest.raises(ValueError, match="device must be a CUDA device, got cpu"):
+        lct.reserve_arena(1 << 20, "cpu")
+    with pytest.raises(ValueError, match="size_bytes must be positive, got 0"):
+        lct.reserve_arena(0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
+def test_cuda_is_refused_where_there_is_none() -> None:
+    compressed = lct.encode(CALM)
+    for move in (compressed.cuda, lambda: compressed.to("cuda:0"), lambda: lct.reserve_arena(1)):
+        with pytest.raises(ValueError, match=r"device cuda(:0)? needs a CUDA GPU"):
+            move()
 
 
 def test_damaged_bytes_are_refused() -> None:

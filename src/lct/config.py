@@ -10,8 +10,11 @@ MIB = 1 << 20
 
 def kernel_cache_dir() -> Path:
     """``LCT_CACHE_DIR``: where compiled kernels are kept (default: ``lct`` in the user's cache)."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lct"
-    return Path(os.environ.get("LCT_CACHE_DIR", default))
+    own = os.environ.get("LCT_CACHE_DIR")
+    if own:
+        return Path(own)
+    # Empty means unset, as the XDG specification says.
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lct"
 
 
 def arena_limit_bytes(device_bytes: int) -> int:

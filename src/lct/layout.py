@@ -52,15 +52,16 @@ class PayloadLayout:
         if self.num_values < 0:
             raise ValueError(f"num_values must be >= 0, got {self.num_values}")
         if self.preset.code == RAW.code:
-            valid = self.capacity_words == 0
+            valid, rule = self.capacity_words == 0, "0"
         elif self.preset.pooled:
             valid = 0 <= self.capacity_words <= MAX_POOLED_CAPACITY and self.capacity_words % 4 == 0
+            rule = f"a multiple of 4 words a group from 0 to {MAX_POOLED_CAPACITY}"
         else:
             valid = 1 <= self.capacity_words <= MAX_STREAM_CAPACITY
+            rule = f"1 to {MAX_STREAM_CAPACITY} words a stream"
         if not valid:
             raise ValueError(
-                f"capacity of a {self.preset.name} payload must be a multiple of 4 words up to "
-                f"{MAX_POOLED_CAPACITY} (pooled) or 1 to {MAX_STREAM_CAPACITY} words a stream, "
+                f"capacity of a {self.preset.name} payload must be {rule}, "
                 f"got {self.capacity_words}"
             )
         if self.dtype is UPCAST and not self.preset.pooled and self.preset.code != RAW.code:

@@ -130,6 +130,7 @@ class CompressedTensor:
         The payload's memory is reused. Where many groups spill it is replaced by a larger one; on
         an error the old values stay.
         """
+        _check_dense(dense, "encode_")
         if dense.shape != self.shape or dense.dtype != self.dtype or dense.device != self.device:
             raise ValueError(
                 f"encode_ takes a {self.dtype} tensor of shape {tuple(self.shape)} on "
@@ -181,8 +182,11 @@ class CompressedTensor:
         return self._on(self.device)
 
     def to(self, device: torch.device | str | int) -> CompressedTensor:
-        """This tensor on ``device``: itself where it is there already, else a copy."""
-        target = torch.empty(0, device=device).device
+        """This tensor on ``device``: itself where it is there already, else a copy.
+
+        ValueError for a device that has no backend or is not there.
+        """
+        target = _resolve_device(device)
         return self if target == self.device else self._on(target)
 
     def cpu(self) -> CompressedTensor:
@@ -191,9 +195,7 @@ class CompressedTensor:
 
     def cuda(self, device: int | None = None) -> CompressedTensor:
         """``to`` a CUDA device, the current one by default."""
-        return self.to(
-            torch.device("cuda", torch.cuda.current_device() if device is None else device)
-        )
+        return self.to("cuda" if device is None else torch.device("cuda", device))
 
     def _on(self, device: torch.device) -> CompressedTensor:
         stored = ops.to_device(self._stored, self.layout, device)
@@ -208,7 +210,12 @@ class CompressedTensor:
     def from_canonical(
         cls, data: bytes | np.ndarray, shape: tuple[int, ...], device: torch.device | str = "cpu"
     ) -> CompressedTensor:
-        """The tensor with these ``canonical_bytes``. CorruptPayloadError where they are damaged."""
+        """The tensor with these ``canonical_bytes`` (bytes, or uint8 of one dimension).
+
+        CorruptPayloadError where they are damaged, ValueError for a device that has no backend or
+        is not there.
+        """
+        target = _resolve_device(device)
         array = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
         layout, _, _ = parse_header(array[:HEADER_BYTES].tobytes())
         size = torch.Size(shape)
@@ -219,7 +226,7 @@ class CompressedTensor:
                 f"payload must have {layout.size_bytes} bytes, got {array.size}"
             )
         payload, spill = array[: layout.size_bytes], array[layout.size_bytes :]
-        stored = ops.from_canonical(payload, spill, layout, torch.device(device))
+        stored = ops.from_canonical(payload, spill, layout, target)
         # A payload that is stored dense does not say which preset had been asked for.
         preset = get_preset(None) if layout.is_raw else layout.preset
         return cls(stored, layout, size, book_candidates(None), preset)
@@ -241,17 +248,35 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"a {contiguous}{tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
-def _check_encodable(tensor: object) -> torch.Tensor:
+def _check_dense(tensor: object, function: str) -> None:
+    """TypeError unless ``tensor`` is a dense tensor, naming the ``function`` that takes it."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"encode takes a torch.Tensor, got {type(tensor).__name__}")
+        raise TypeError(f"{function} takes a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
-        raise TypeError(f"encode takes a dense (strided) tensor, got layout {tensor.layout}")
+        raise TypeError(f"{function} takes a dense (strided) tensor, got layout {tensor.layout}")
+    if tensor.is_nested:
+        raise TypeError(f"{function} takes a dense (strided) tensor, got a nested one")
     if tensor.is_quantized:
-        raise TypeError(f"encode takes no quantized tensor, got {tensor.dtype}")
-    if tensor.device.type not in ops.SUPPORTED_DEVICES:
-        raise ValueError(
-            f"device must be one of {', '.join(ops.SUPPORTED_DEVICES)}, got {tensor.device}"
-        )
+        raise TypeError(f"{function} takes no quantized tensor, got {tensor.dtype}")
+
+
+def _check_supported(device: torch.device) -> None:
+    if device.type not in ops.SUPPORTED_DEVICES:
+        raise ValueError(f"device must be one of {', '.join(ops.SUPPORTED_DEVICES)}, got {device}")
+
+
+def _resolve_device(device: torch.device | str | int) -> torch.device:
+    """``device`` with its index. ValueError for one that has no backend or is not there."""
+    named = torch.device(device)
+    _check_supported(named)
+    if named.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {named} needs a CUDA GPU and a CUDA build of torch, found none")
+    return torch.empty(0, device=named).device
+
+
+def _check_encodable(tensor: torch.Tensor) -> torch.Tensor:
+    _check_dense(tensor, "encode")
+    _check_supported(tensor.device)
     return _plain(tensor)
 
 
@@ -362,11 +387,15 @@ def stats() -> dict[str, Any]:
 def reserve_arena(size_bytes: int, device: torch.device | str | int = "cuda") -> None:
     """Grow a CUDA device's overflow arena to ``size_bytes``: needed before capturing CUDA graphs.
 
-    Outside graphs the arena grows by itself.
+    Outside graphs the arena grows by itself. ValueError for a size that is not positive and for a
+    device that is no CUDA device or is not there.
     """
     if size_bytes <= 0:
         raise ValueError(f"size_bytes must be positive, got {size_bytes}")
-    ops.reserve_arena(size_bytes, torch.empty(0, device=device).device)
+    target = _resolve_device(device)
+    if target.type != "cuda":
+        raise ValueError(f"device must be a CUDA device, got {target}")
+    ops.reserve_arena(size_bytes, target)
 
 
 _relief_thresholds: dict[torch.device, int] = {}

@@ -166,7 +166,16 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["compress"], ["decompress"], ["inspect"], ["analyze"], ["bench"], ["bench", "codec"]],
+    [
+        [],
+        ["demo"],
+        ["compress"],
+        ["decompress"],
+        ["inspect"],
+        ["analyze"],
+        ["bench"],
+        ["bench", "codec"],
+    ],
 )
 def test_help(command: list[str]) -> None:
     text = succeed(*command, "--help")

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import lct.demo
+from lct.bench import results
 from lct.bench.models.byte_gpt import GptSize
 from lct.cli.app import app
 from lct.demo import Corpus, Recipe, Run, build_report, data, training
@@ -53,9 +54,12 @@ def run_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Demo]:
     assert not torch.are_deterministic_algorithms_enabled(), "the demo leaves torch as it was"
 
 
-def test_bits_are_equal_and_the_peak_is_lower(run_demo: Demo, tmp_path: Path) -> None:
+def test_bits_are_equal_and_the_peak_is_lower(
+    run_demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "git_commit", lambda: None)
     copy = tmp_path / "copy.json"
-    result, report = run_demo("--json", str(copy))
+    result, report = run_demo("--json", str(copy), "--commit", "abc")
     assert result.exit_code == 0, result.output
     assert report.keys() >= KEYS
     for kind in ("losses", "weights", "optimizer_state"):
@@ -64,6 +68,7 @@ def test_bits_are_equal_and_the_peak_is_lower(run_demo: Demo, tmp_path: Path) ->
         assert f"{kind.replace('_', ' ')} identical: SHA-256 " in result.output
     assert report["failures"] == []
     assert report["device"] == "cpu"
+    assert report["commit"] == "abc"
     assert report["peak_bytes"]["lct"] <= 0.85 * report["peak_bytes"]["dense"]
     assert all(seconds > 0 for seconds in report["step_seconds"].values())
     for size in report["bytes"].values():
@@ -84,6 +89,12 @@ def test_one_flipped_bit_fails(run_demo: Demo, monkeypatch: pytest.MonkeyPatch) 
     assert report["weights_identical"] is False
     assert "weights DIFFERENT: SHA-256 " in result.output
     assert any("weights differ: blocks." in failure for failure in report["failures"])
+
+
+def test_help_names_the_steps_of_the_recipes() -> None:
+    steps = {name: recipe.num_steps for name, recipe in training.RECIPES.items()}
+    text = CliRunner().invoke(app, ["demo", "--help"], env={"COLUMNS": "200"}).output
+    assert f"default: {steps['cpu']} on cpu, {steps['cuda']} on cuda" in text
 
 
 def test_a_missed_peak_fails() -> None:

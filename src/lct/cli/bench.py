@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Optional
 import typer
 
 from ..presets import DEFAULT_PRESET, PRESETS
-from .options import JsonPath, PlotPath
+from .options import CommitOption, JsonPath, PlotPath
 from .output import check_outputs, command_line, print_table, progress_bar, table
 from .plots import check_suffix
 
@@ -57,12 +57,7 @@ def codec(
         ),
     ] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed calls of each variant.")] = 15,
-    commit: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="Commit to record where LCT does not run from a git checkout.", show_default=False
-        ),
-    ] = None,
+    commit: CommitOption = None,
     json_path: JsonPath = None,
     plot_path: PlotPath = None,
 ) -> None:

@@ -32,6 +32,14 @@ DistributionOption = Annotated[
         show_default=False,
     ),
 ]
+CommitOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--commit",
+        help="Commit to record where LCT does not run from a git checkout.",
+        show_default=False,
+    ),
+]
 OutputPath = Annotated[
     Path, typer.Option("--output", "-o", metavar="OUT", help="File to write.", show_default=False)
 ]

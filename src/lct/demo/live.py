@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..memory import LiveBytes
 from ..nn import CompressedWeight
 
-PHASES = ("forward", "backward", "optimizer step")
-
 
 class AllocatedBytes(TorchDispatchMode):
     """``LiveBytes`` for a CUDA device: what its allocator has given out, after every op."""
@@ -63,7 +61,10 @@ class StepMemory:
 
 
 class StepMeter:
-    """Measures a step: ``with meter:`` around it, ``meter.end_phase()`` after each of PHASES."""
+    """Measures a step: ``with meter:`` around it, ``meter.end_phase()`` after each phase.
+
+    The phases are forward, backward and the optimizer's step.
+    """
 
     def __init__(self, device: torch.device, *held: Any) -> None:
         self._device = device

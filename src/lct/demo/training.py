@@ -23,7 +23,6 @@ from .live import StepMemory, StepMeter
 WARM_UP_SHARE = 0.1  # of the steps: the rate rises, then falls to zero along a cosine
 # Not timed: kernels are compiled, allocators and caches fill.
 UNTIMED_STEPS = 2
-MIN_STEPS = 2  # the measured step is the last one, when momentum exists
 HELD_OUT_BATCHES = 4
 
 

@@ -29,8 +29,8 @@ from .bits import PackedBits, pack_bits
 class SaveRule:
     """From which size of its storage on a saved tensor of ``dtype`` is compressed.
 
-    Below, the payload's fixed part (56 bytes a group of 8,192 values) and the host time of an
-    encode and a decode weigh more than the bytes.
+    Below, the payload's fixed part (a header, and the planes of a group of 8,192 values) and the
+    host time of an encode and a decode weigh more than the bytes.
     """
 
     dtype: torch.dtype

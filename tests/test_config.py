@@ -1,0 +1,43 @@
+"""Environment variables: their defaults and their rules, as docs/guide.md lists them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lct import config
+
+
+@pytest.mark.parametrize(
+    ("own", "xdg", "expected"),
+    [
+        ("own", "xdg", Path("own")),
+        ("", "xdg", Path("xdg/lct")),
+        (None, "xdg", Path("xdg/lct")),
+        (None, "", Path("home/.cache/lct")),
+        (None, None, Path("home/.cache/lct")),
+    ],
+)
+def test_cache_of_kernels(
+    monkeypatch: pytest.MonkeyPatch, own: str | None, xdg: str | None, expected: Path
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("home"))
+    for name, value in (("LCT_CACHE_DIR", own), ("XDG_CACHE_HOME", xdg)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert config.kernel_cache_dir() == expected
+
+
+def test_limit_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LCT_ARENA_MIB", raising=False)
+    assert config.arena_limit_bytes(24 << 30) == 48 << 20
+    assert config.arena_limit_bytes(8 << 30) == 32 << 20
+    monkeypatch.setenv("LCT_ARENA_MIB", "7")
+    assert config.arena_limit_bytes(24 << 30) == 7 << 20
+    for wrong in ("0", "-1", "1.5", "much", ""):
+        monkeypatch.setenv("LCT_ARENA_MIB", wrong)
+        with pytest.raises(ValueError, match="LCT_ARENA_MIB must be a whole number of MiB"):
+            config.arena_limit_bytes(24 << 30)
