@@ -12,11 +12,13 @@ from ..dtypes import DTYPES
 from ..nn.compressed_weight import CompressedWeight
 from ..nn.strides import memory_order
 from ..ops import SUPPORTED_DEVICES
-from ..tensor import CompressedTensor, encode
+from ..tensor import CompressedTensor, encode, relieve_arena
 
 Rounding = Literal["single", "foreach", "fused"]
 _DTYPES = {getattr(torch, name) for name in DTYPES}
 _DENSE_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+Closure = Callable[[], Any]
 
 
 def has_compressible_state(param: torch.Tensor) -> bool:
@@ -76,6 +78,32 @@ class CompressedState(torch.optim.Optimizer):
     that checkpoints go both ways between this optimizer and torch's.
     """
 
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """One step; ``closure`` computes the loss anew where given. Returns its result.
+
+        Everything that can be refused is refused before a parameter is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, params, rounding in [self._plan(group) for group in self.param_groups]:
+            self._step_group(group, params, rounding)
+            for device in {param.device for param in params}:
+                relieve_arena(device)
+        return loss
+
+    def _plan(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor], Rounding]:
+        """The group, its parameters with gradients and the rounding to equal; raises refusals."""
+        raise NotImplementedError
+
+    def _step_group(
+        self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
+    ) -> None:
+        """Step ``params``, which ``_plan`` has admitted."""
+        raise NotImplementedError
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Torch's, with an error where a group has a parameter twice: it would be stepped twice."""
         params = param_group.get("params") if isinstance(param_group, dict) else None
@@ -131,6 +159,3 @@ def _compress_states(optimizer: torch.optim.Optimizer) -> None:
             for name, value in values.items():
                 if isinstance(value, torch.Tensor) and value.shape == param.shape:
                     values[name] = compress_state(param, value)
-
-
-Closure = Callable[[], Any]

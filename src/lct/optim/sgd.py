@@ -12,9 +12,8 @@ from torch.optim.optimizer import ParamsT, _device_dtype_check_for_fused
 from torch.optim.sgd import sgd
 
 from ..nn.compressed_weight import CompressedWeight
-from ..tensor import CompressedTensor, relieve_arena
+from ..tensor import CompressedTensor
 from .base import (
-    Closure,
     CompressedState,
     Rounding,
     choose_rounding,
@@ -90,22 +89,6 @@ class SGD(CompressedState, torch.optim.SGD):
             differentiable=False,
             fused=fused,
         )
-
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
-        """One step; ``closure`` computes the loss anew where given. Returns its result.
-
-        Everything that can be refused is refused before a parameter is changed.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group, params, rounding in [self._plan(group) for group in self.param_groups]:
-            self._step_group(group, params, rounding)
-            for device in {param.device for param in params}:
-                relieve_arena(device)
-        return loss
 
     def _plan(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor], Rounding]:
         params = [p for p in group["params"] if p.grad is not None]

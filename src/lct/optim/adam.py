@@ -1,0 +1,196 @@
+"""``lct.optim.Adam`` and ``AdamW``: torch's, with compressed moments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.optimizer import _device_dtype_check_for_fused, _get_scalar_dtype
+
+from ..nn.compressed_weight import CompressedWeight
+from ..tensor import CompressedTensor
+from .base import (
+    CompressedState,
+    Rounding,
+    choose_rounding,
+    compress_state,
+    decode_state,
+    has_compressible_state,
+)
+
+
+class Adam(CompressedState, torch.optim.Adam):
+    """``torch.optim.Adam`` with the same arguments, keys and bits, and compressed moments.
+
+    ``exp_avg``, ``exp_avg_sq`` (and ``max_exp_avg_sq`` with ``amsgrad``) of every parameter with
+    two or more dimensions (BF16, FP16 or FP32; a weight of ``lct.compress_`` or a dense one) are
+    held compressed; ``step`` is a plain tensor, as torch's. Each such parameter is decoded, stepped
+    by torch and encoded before the next one is, on CUDA too: no kernel steps Adam on payloads yet.
+    The bits are those of torch's implementation for ``foreach=True``, ``foreach=False`` or
+    ``fused=True`` on dense weights; tests hold that on the CPU.
+
+    ValueError for ``differentiable=True`` and ``capturable=True``, for a tensor ``lr`` or tensor
+    ``betas`` with torch's foreach implementation, and for a parameter given twice. RuntimeError for
+    gradients that are not dense, and within the capture of a CUDA graph.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Torch's; ValueError for options that are refused and for a parameter given twice."""
+        if isinstance(param_group, dict):
+            _check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a ``state_dict`` of this optimizer or of torch's, and compress it.
+
+        ValueError where it would switch on an option that is refused; nothing is loaded then.
+        """
+        for group in state_dict["param_groups"]:
+            _check_options(group)
+        super().load_state_dict(state_dict)
+
+    def _plan(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor], Rounding]:
+        _check_options(group)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__}.step must not run while a CUDA graph is captured: its step "
+                "count lives on the CPU (capturable=False)"
+            )
+        params = [p for p in group["params"] if p.grad is not None]
+        for param in params:
+            assert param.grad is not None
+            if param.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"gradients must be dense, got one of layout {param.grad.layout} and shape "
+                    f"{tuple(param.shape)} (an embedding with sparse=True?)"
+                )
+            if group["fused"]:
+                _device_dtype_check_for_fused(param)
+            held = self.state.get(param, {})
+            missing = [name for name in _state_names(group) if held and name not in held]
+            if missing:
+                raise ValueError(
+                    f"state must have {', '.join(missing)} from a parameter's first step on "
+                    f"(amsgrad={group['amsgrad']}), got only {', '.join(held)}"
+                )
+        numbers = (group["lr"], *group["betas"])
+        foreach = group["foreach"]
+        # Torch's default is not foreach where lr is a tensor.
+        if foreach is None and group["fused"] is None and isinstance(numbers[0], torch.Tensor):
+            foreach = False
+        rounding = choose_rounding(params, foreach, group["fused"])
+        if rounding == "foreach" and any(isinstance(n, torch.Tensor) for n in numbers):
+            raise ValueError(
+                "lr and betas must be numbers in torch's foreach implementation, got "
+                f"lr={group['lr']}, betas={group['betas']}; foreach=False takes tensors"
+            )
+        return group, params, rounding
+
+    def _step_group(
+        self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
+    ) -> None:
+        plain = []
+        for param in params:
+            if isinstance(param, CompressedWeight) or has_compressible_state(param):
+                self._decode_step_encode(group, param, rounding)
+            else:
+                plain.append(param)
+        if plain:
+            lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
+            has_complex = self._init_group({**group, "params": plain}, *lists)
+            self._torch_adam(group, rounding, lists, has_complex)
+
+    def _decode_step_encode(
+        self, group: dict[str, Any], param: torch.Tensor, rounding: Rounding
+    ) -> None:
+        assert param.grad is not None
+        held = self.state.get(param, {})
+        names = _state_names(group)
+        weight = param.dense() if isinstance(param, CompressedWeight) else param
+        if held:
+            step = held["step"].clone()
+            states = [_own(decode_state(param, held[name]), held[name]) for name in names]
+        else:
+            step = _first_step(group, param)
+            states = [torch.zeros_like(weight) for _ in names]
+        moments = [[state] for state in states] + [[]] * (3 - len(states))
+        self._torch_adam(group, rounding, [[weight], [param.grad], *moments, [step]])
+        # What is held changes only now that torch's step has succeeded.
+        new: dict[str, torch.Tensor | CompressedTensor] = {"step": step}
+        for name, state in zip(names, states, strict=True):
+            old = held.get(name)
+            into = old if isinstance(old, CompressedTensor) else None
+            new[name] = compress_state(param, state, into)
+        if isinstance(param, CompressedWeight):
+            param.copy_(weight)
+        self.state[param].update(new)
+
+    def _torch_adam(
+        self,
+        group: dict[str, Any],
+        rounding: Rounding,
+        lists: list[list[torch.Tensor]],
+        has_complex: bool = False,
+    ) -> None:
+        """Torch's own step on plain tensors: ``lists`` are the first six arguments of ``adam``."""
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = lists
+        beta1, beta2 = group["betas"]
+        adam(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs,
+            steps,
+            amsgrad=group["amsgrad"],
+            has_complex=has_complex,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            foreach=rounding == "foreach",
+            fused=rounding == "fused",
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+        )
+
+
+class AdamW(Adam, torch.optim.AdamW):
+    """``torch.optim.AdamW`` with compressed moments: as ``Adam``, weight decay decoupled."""
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    if group.get("differentiable"):
+        raise ValueError(
+            "differentiable must be False: compressed weights are written in place, got "
+            f"{group['differentiable']}"
+        )
+    if group.get("capturable"):
+        raise ValueError(
+            "capturable must be False: a first step measures the room that its state needs, which "
+            f"waits for the device, got {group['capturable']}"
+        )
+
+
+def _state_names(group: dict[str, Any]) -> tuple[str, ...]:
+    names = ("exp_avg", "exp_avg_sq")
+    return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
+
+
+def _first_step(group: dict[str, Any], param: torch.Tensor) -> torch.Tensor:
+    """The count of steps before the first one, where torch keeps it: on the device if fused."""
+    return torch.zeros(
+        (),
+        dtype=_get_scalar_dtype(is_fused=group["fused"]),
+        device=param.device if group["fused"] else "cpu",
+    )
+
+
+def _own(dense: torch.Tensor, held: torch.Tensor | CompressedTensor) -> torch.Tensor:
+    """``dense`` where it is not the very tensor that is held, else a copy."""
+    return dense.clone() if dense is held else dense
