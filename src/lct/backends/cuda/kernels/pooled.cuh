@@ -197,7 +197,8 @@ struct PooledEncoder {
     // End the streams (at most 63 bits a lane are left) and clear what nothing was written to.
     __device__ __forceinline__ void finish(u32 lane) {
         if (capacity < 64) {  // nothing is ever coded
-            for (u32 i = lane; i < capacity; i += 32) slot[i] = 0;
+            for (u32 i = lane; i < capacity; i += 32)
+                slot[i] = 0;
             return;
         }
         u64 left = count ? bits << (64 - count) : 0;
