@@ -88,6 +88,12 @@ __device__ __forceinline__ void clear_gaps(const Args& a, u32 lane) {
         if (from[gap] + lane < to[gap]) a.payload[from[gap] + lane] = 0;
 }
 
+// What belongs to no group: gaps, and the header where no sample chose the book. One warp calls.
+__device__ __forceinline__ void begin_payload(const Args& a, u32 lane) {
+    clear_gaps(a, lane);
+    if (lane < 4 && a.book != NO_CHUNK) ((u32*)a.payload)[lane] = a.header[lane];
+}
+
 __device__ __forceinline__ const u32* book_tables(const Args& a) {
     u32 book = a.book == NO_CHUNK ? (u32)a.payload[3] : a.book;
     return a.tables + (size_t)book * TABLE_WORDS;

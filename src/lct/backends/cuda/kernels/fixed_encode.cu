@@ -64,13 +64,7 @@ struct GroupEncoder {
             staged_steps(step0, step0 + STAGE_STEPS);
             return;
         }
-        if (UNLIKELY(!differs)) {
-            if (step0 == 0) first = __shfl_sync(FULL_WARP, (e4[0].x & 0xffffu) * 0x00010001u, 0);
-#pragma unroll
-            for (int k = 0; k < STAGE_STEPS; k++)
-                differs |= (e4[k].x ^ first) | (e4[k].y ^ first);
-            differs = __any_sync(FULL_WARP, differs);
-        }
+        note_differences(step0, e4, first, differs);
 #pragma unroll
         for (int k = 0; k < STAGE_STEPS; k++)
             encoder.append(quad_code(q[2 * k], q[2 * k + 1]), quad_length(q[2 * k], q[2 * k + 1]));
@@ -109,10 +103,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_encod
     __syncthreads();
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
     if (group >= a.end_group) return;
-    if (group == 0) {
-        clear_gaps(a, lane);
-        if (lane < 4 && a.book != NO_CHUNK) ((u32*)a.payload)[lane] = a.header[lane];
-    }
+    if (group == 0) begin_payload(a, lane);
     const bool tail = group >= a.full_groups;
     const u32 capacity = tail ? a.tail_capacity : a.capacity, steps = tail ? a.tail_steps : STEPS;
     const u32 old_chunk = a.fresh ? NO_CHUNK : held_chunk(a, group);

@@ -72,10 +72,10 @@ struct PooledDecoder {
         position += (e[0] + e[1] + e[2] + e[3]) & 63;
     }
 
-    // Replace the entries of zeros and escapes, so that adding `offset` gives their exponents as well.
-    __device__ __forceinline__ void resolve(u32 (&e)[4], u32 offset, const Args& a, u32 group) {
-        const u32* words = CAN_DETACH && detached ? slot_in_payload(a, group) : slot;
-        Resolved r = resolve_quad(make_uint4(e[0], e[1], e[2], e[3]), offset, words, capacity, literals, below);
+    // Replace the entries of zeros and escapes, so that adding `offset` gives their exponents as well. For a
+    // slot that stays (step.cuh has its own for one that does not).
+    __device__ __forceinline__ void resolve(u32 (&e)[4], u32 offset) {
+        Resolved r = resolve_quad(make_uint4(e[0], e[1], e[2], e[3]), offset, slot, capacity, literals, below);
         e[0] = r.entries.x, e[1] = r.entries.y, e[2] = r.entries.z, e[3] = r.entries.w;
         literals = r.literals;
     }
@@ -102,6 +102,17 @@ struct EncodeTables {
     const u32* single;
     u32 window;  // first symbol of the pair table
 };
+
+// Whether the exponents of a group differ from its `first`, four steps at a time, while none has so far.
+__device__ __forceinline__ void note_differences(u32 step0, const uint2* e4, u32& first, u32& differs) {
+    if (UNLIKELY(!differs)) {
+        if (step0 == 0) first = __shfl_sync(FULL_WARP, (e4[0].x & 0xffffu) * 0x00010001u, 0);
+#pragma unroll
+        for (int k = 0; k < STAGE_STEPS; k++)
+            differs |= (e4[k].x ^ first) | (e4[k].y ^ first);
+        differs = __any_sync(FULL_WARP, differs);
+    }
+}
 
 // Smallest of each 16-bit half.
 __device__ __forceinline__ u32 min3_halves(u32 a, u32 b, u32 c) { return __vimin3_u16x2(a, b, c); }

@@ -27,7 +27,7 @@ __device__ __forceinline__ void decode_rest(const Args& a, PooledDecoder<false> 
         if (step < coded) {
             u32 e[4], offset = shift_offset(shift);
             decoder.quad(table, e, a, group);
-            if (any_special(e, e)) decoder.resolve(e, offset, a, group);
+            if (any_special(e, e)) decoder.resolve(e, offset);
             q.words = join_entries(sf, e, offset);
         } else {
             q.words = join_bytes4(sf, chunk ? *(const u32*)(chunk + at) : (state & 255u) * 0x01010101u);
@@ -79,8 +79,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_deco
                 decoder.quad(table, e[0], a, group);
                 decoder.quad(table, e[1], a, group);
                 if (UNLIKELY(any_special(e[0], e[1]))) {
-                    decoder.resolve(e[0], offset, a, group);
-                    decoder.resolve(e[1], offset, a, group);
+                    decoder.resolve(e[0], offset);
+                    decoder.resolve(e[1], offset);
                 }
 #pragma unroll
                 for (int i = 0; i < 2; i++) {

@@ -84,10 +84,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_enco
     __syncthreads();
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
     if (group >= a.end_group) return;
-    if (group == 0) {
-        clear_gaps(a, lane);
-        if (lane < 4 && a.book != NO_CHUNK) ((u32*)a.payload)[lane] = a.header[lane];
-    }
+    if (group == 0) begin_payload(a, lane);
     const bool tail = group >= a.full_groups;
     const u32 capacity = tail ? a.tail_capacity : a.capacity;
     const u32 old_chunk = a.fresh ? NO_CHUNK : held_chunk(a, group);

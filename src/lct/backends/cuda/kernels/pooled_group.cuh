@@ -63,13 +63,7 @@ struct GroupCoder {
             staged_steps(step0, step0 + STAGE_STEPS);
             return;
         }
-        if (UNLIKELY(!differs)) {
-            if (step0 == 0) first = __shfl_sync(FULL_WARP, (e4[0].x & 0xffffu) * 0x00010001u, 0);
-#pragma unroll
-            for (int k = 0; k < STAGE_STEPS; k++)
-                differs |= (e4[k].x ^ first) | (e4[k].y ^ first);
-            differs = __any_sync(FULL_WARP, differs);
-        }
+        note_differences(step0, e4, first, differs);
         if (lane / 2 == step0 / 4) my_shift = lane & 1 ? shift[1] : shift[0];
 #pragma unroll
         for (int k = 0; k < STAGE_STEPS; k++)
