@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,3 +232,28 @@ def assert_same_losses(expected: list[torch.Tensor], got: list[torch.Tensor]) ->
     assert len(expected) == len(got)
     for step, (a, b) in enumerate(zip(expected, got, strict=True)):
         assert_same_bits(a, b, f"loss {step}")
+
+
+def check_checkpoints_go_to_torch_and_back(kind: str, path: Path, **options: Any) -> None:
+    """Nine steps of torch's optimizer ``kind``, the middle three taken over by LCT's, and back."""
+    data = token_batches(9)
+    model = make(TiedTransformer, False).eval()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+    expected = train(model, optimizer, token_loss, data)
+    losses: list[torch.Tensor] = []
+    for part, compressed in enumerate((False, True, False)):
+        run = make(TiedTransformer, compressed, seed=part).eval()
+        source = lct.optim if compressed else torch.optim
+        run_optimizer = getattr(source, kind)(run.parameters(), **options)
+        if part == 0:
+            run.load_state_dict(make(TiedTransformer, False).state_dict())
+        else:
+            saved = torch.load(path, weights_only=True)
+            run.load_state_dict(saved["model"])
+            run_optimizer.load_state_dict(saved["optimizer"])
+        losses += train(run, run_optimizer, token_loss, data[3 * part : 3 * part + 3])
+        state = {"model": run.state_dict(), "optimizer": run_optimizer.state_dict()}
+        torch.save(state, path)
+    assert_same_losses(expected, losses)
+    assert_same_model(model, run)
+    assert_same_state(optimizer, run_optimizer)

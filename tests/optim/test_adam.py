@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_hostile import (
-    SHAPE,
-    STEPS,
-    all_nan,
-    extremes,
-    finite,
-    taking_turns,
-    uniform,
-    wide,
-    zeros,
-)
 from test_sgd import set_grads, weights
 from torch import nn
 
@@ -35,6 +24,7 @@ from training import (
     assert_same_losses,
     assert_same_model,
     assert_same_state,
+    check_checkpoints_go_to_torch_and_back,
     make,
     mlp_batches,
     mlp_loss,
@@ -150,28 +140,6 @@ def test_tensor_numbers_and_groups(kind: str) -> None:
     assert_same_model(results[0][0], results[1][0])
     assert_same_state(results[0][1], results[1][1])
     compare(kind, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False)
-
-
-@pytest.mark.parametrize("compressed", [True, False], ids=["compressed", "dense"])
-@pytest.mark.parametrize(
-    "gradient", [uniform, finite, extremes, all_nan, zeros, wide, taking_turns]
-)
-def test_hostile_gradients(gradient: Callable[[int], torch.Tensor], compressed: bool) -> None:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(nn.Linear(SHAPE[1], SHAPE[0], bias=False).to(BF16))
-    dense, model = models
-    if compressed:
-        lct.compress_(model)
-    expected = torch.optim.AdamW(dense.parameters(), lr=0.5, weight_decay=0.01)
-    optimizer = lct.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.01)
-    for step in range(STEPS):
-        for m, opt in ((dense, expected), (model, optimizer)):
-            m.weight.grad = gradient(step).clone()
-            opt.step()
-        assert_same_bits(dense.weight, model.weight, f"weight after step {step}")
-    assert_same_state(expected, optimizer)
 
 
 @pytest.mark.parametrize("compressed", [True, False], ids=["compressed", "dense"])
@@ -379,28 +347,8 @@ def test_save_load_and_resume(at: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints_go_to_torch_and_back(kind: str, tmp_path: Any) -> None:
-    data = token_batches(9)
-    model = make(TiedTransformer, False).eval()
-    optimizer = kind_of(kind, False)(model.parameters(), lr=0.01)
-    expected = train(model, optimizer, token_loss, data)
-    losses: list[torch.Tensor] = []
-    for part, compressed in enumerate((False, True, False)):
-        run = make(TiedTransformer, compressed, seed=part).eval()
-        run_optimizer = kind_of(kind, compressed)(run.parameters(), lr=0.01)
-        path = tmp_path / "checkpoint.pt"
-        if part == 0:
-            run.load_state_dict(make(TiedTransformer, False).state_dict())
-        else:
-            saved = torch.load(path, weights_only=True)
-            run.load_state_dict(saved["model"])
-            run_optimizer.load_state_dict(saved["optimizer"])
-        losses += train(run, run_optimizer, token_loss, data[3 * part : 3 * part + 3])
-        state = {"model": run.state_dict(), "optimizer": run_optimizer.state_dict()}
-        torch.save(state, path)
-    assert_same_losses(expected, losses)
-    assert_same_model(model, run)
-    assert_same_state(optimizer, run_optimizer)
+def test_checkpoints_go_to_torch_and_back(kind: str, tmp_path: Path) -> None:
+    check_checkpoints_go_to_torch_and_back(kind, tmp_path / "checkpoint.pt", lr=0.01)
 
 
 def test_memory_formats() -> None:

@@ -49,28 +49,42 @@ def taking_turns(step: int) -> torch.Tensor:
     return (uniform, zeros, extremes, wide, finite)[step % 5](step)
 
 
-@pytest.mark.parametrize("compressed", [True, False], ids=["compressed", "dense"])
-@pytest.mark.parametrize(
-    "gradient", [uniform, finite, extremes, all_nan, zeros, wide, taking_turns]
-)
-def test_hostile_gradients(gradient: Callable[[int], torch.Tensor], compressed: bool) -> None:
+def compare(
+    kind: str, gradient: Callable[[int], torch.Tensor], compressed: bool, **options: float
+) -> None:
+    """Fifty steps of torch's and LCT's optimizer ``kind``, on a dense or compressed weight."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        model = nn.Linear(SHAPE[1], SHAPE[0], bias=False).to(BF16)
-        models.append(model)
+        models.append(nn.Linear(SHAPE[1], SHAPE[0], bias=False).to(BF16))
     dense, model = models
     if compressed:
         lct.compress_(model)
-    options = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}
-    expected = torch.optim.SGD(dense.parameters(), **options)
-    optimizer = lct.optim.SGD(model.parameters(), **options)
+    expected = getattr(torch.optim, kind)(dense.parameters(), **options)
+    optimizer = getattr(lct.optim, kind)(model.parameters(), **options)
     for step in range(STEPS):
         for m, opt in ((dense, expected), (model, optimizer)):
             m.weight.grad = gradient(step).clone()
             opt.step()
         assert_same_bits(dense.weight, model.weight, f"weight after step {step}")
     assert_same_state(expected, optimizer)
+
+
+OPTIONS = {
+    "SGD": {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01},
+    "AdamW": {"lr": 0.5, "weight_decay": 0.01},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("compressed", [True, False], ids=["compressed", "dense"])
+@pytest.mark.parametrize(
+    "gradient", [uniform, finite, extremes, all_nan, zeros, wide, taking_turns]
+)
+def test_hostile_gradients(
+    gradient: Callable[[int], torch.Tensor], compressed: bool, kind: str
+) -> None:
+    compare(kind, gradient, compressed, **OPTIONS[kind])
 
 
 def test_compression_comes_back_when_the_hostility_ends() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from training import (
     assert_same_losses,
     assert_same_model,
     assert_same_state,
+    check_checkpoints_go_to_torch_and_back,
     make,
     token_batches,
     token_loss,
@@ -272,30 +274,9 @@ def test_pitfall_19_save_load_and_resume(at: int) -> None:
     assert_same_state(optimizer, second_optimizer)
 
 
-def test_pitfall_24_checkpoints_go_to_torch_and_back(tmp_path: Any) -> None:
-    data = token_batches(9)
+def test_pitfall_24_checkpoints_go_to_torch_and_back(tmp_path: Path) -> None:
     options = {"lr": 0.05, "momentum": 0.9, "nesterov": True}
-    model = make(TiedTransformer, False).eval()
-    optimizer = torch.optim.SGD(model.parameters(), **options)
-    expected = train(model, optimizer, token_loss, data)
-    losses: list[torch.Tensor] = []
-    for part, compressed in enumerate((False, True, False)):
-        run = make(TiedTransformer, compressed, seed=part).eval()
-        kind = lct.optim.SGD if compressed else torch.optim.SGD
-        run_optimizer = kind(run.parameters(), **options)
-        path = tmp_path / "checkpoint.pt"
-        if part == 0:
-            run.load_state_dict(make(TiedTransformer, False).state_dict())
-        else:
-            saved = torch.load(path, weights_only=True)
-            run.load_state_dict(saved["model"])
-            run_optimizer.load_state_dict(saved["optimizer"])
-        losses += train(run, run_optimizer, token_loss, data[3 * part : 3 * part + 3])
-        state = {"model": run.state_dict(), "optimizer": run_optimizer.state_dict()}
-        torch.save(state, path)
-    assert_same_losses(expected, losses)
-    assert_same_model(model, run)
-    assert_same_state(optimizer, run_optimizer)
+    check_checkpoints_go_to_torch_and_back("SGD", tmp_path / "checkpoint.pt", **options)
 
 
 def test_state_dict_leaves_the_state_compressed() -> None:
