@@ -1,6 +1,7 @@
 // What every kernel shares: types, the launch argument, splitting values into exponents and
 // sign-fraction bytes (docs/format.md, sections 2 and 3). Constants in capitals that are not defined
-// here are prepended by jit.py from the Python tables (DTYPE, POOLED, STEPS, GROUPS_PER_BLOCK, WARPS).
+// here are prepended by jit.py: the kernel's tables (DTYPE, POOLED, STEPS, GROUPS_PER_BLOCK, WARPS),
+// its launch bounds (MIN_BLOCKS) and a step's options.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -22,7 +23,7 @@ struct Args {
     u8* payload;
     void* dense;  // source of an encode, destination of a decode
     struct Arena* arena;
-    const u32* tables;  // the bank, one BookTables row a book
+    const u32* tables;  // the bank, TABLE_WORDS words a book
     u64 num_values;
     u64 sign_fraction_offset, low_offset, lane_offset, meta_offset, tail_slot_offset, size_bytes;
     u32 first_group, end_group;  // the groups of this launch
@@ -57,8 +58,6 @@ struct Args {
 #define SPECIAL_FLAGS 0xc000u
 #define ESCAPED       0x80000000u
 #define SLOW          0x20u
-
-#define PACKED_BYTES 0x00ff00ffu
 
 // Byte offset of the slot of `group`.
 __device__ __forceinline__ u64 slot_offset(const Args& a, u32 group) {
