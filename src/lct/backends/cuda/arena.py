@@ -88,7 +88,6 @@ class Arena:
         self._uncovered = 0
         self._launches_since = 0
         self._sequence = 0
-        self._completed_sequence = 0
         self._checkpoints: deque[_Checkpoint] = deque()
         self._stream: int | None = None
         self._spare: list[torch.Tensor] = []
@@ -284,7 +283,6 @@ class Arena:
                 done = self._checkpoints.popleft()
                 self._known = done.counters()
                 self._known.free_chunks += self.total_chunks - done.total_chunks
-                self._completed_sequence = done.sequence
                 self._spare.append(done.pinned)
                 if not self._known.taken_total:
                     while self._gone and self._gone[0][1] <= done.sequence:
