@@ -60,13 +60,13 @@ def _git(*arguments: str) -> str | None:
 
 
 def describe_run(command: str, device: str, commit: str | None = None) -> dict[str, Any]:
-    """The head of a result file. ``commit``: recorded where git cannot tell."""
+    """The head of a result file. ``commit``: recorded instead of git's."""
     return {
         "command": command,
         "device": device,
         "gpu": gpu_name(device),
         "versions": versions(),
-        "commit": git_commit() or commit,
+        "commit": commit or git_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

@@ -36,7 +36,7 @@ CommitOption = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
         "--commit",
-        help="Commit to record where LCT does not run from a git checkout.",
+        help="Commit to record instead of the git checkout's.",
         show_default=False,
     ),
 ]
