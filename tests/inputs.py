@@ -109,6 +109,7 @@ def hostile(dtype: DType) -> dict[str, np.ndarray]:
         lonely = found["plus_zero"].copy()
         lonely[place] = pack(dtype, 0, 1, 0)  # the smallest normal number
         found[f"lonely_{name}"] = lonely
+    found |= _windows(dtype, signs, fractions) | _wraps(dtype, signs, fractions)
     if dtype is UPCAST:
         for name, place in (("first", 0), ("last", n - 1)):
             wide = normal.copy()
@@ -117,6 +118,47 @@ def hostile(dtype: DType) -> dict[str, np.ndarray]:
         found["wide_zero"] = found["plus_zero"] | 1
         found["wide_all"] = random_bits(DTYPES["float32"], n)
     return found
+
+
+def _windows(dtype: DType, signs: np.ndarray, fractions: np.ndarray) -> dict[str, np.ndarray]:
+    """Exponents whose codes fill the 64 bits that a lane of a pooled group holds.
+
+    Exponents 12 from the mean cost 8 bits in the book that these values get (log-normal), a quad
+    of them 32. ``long_codes``: every position is 64 after the first two steps and asks before all
+    others. ``full_windows``: spans of such quads and short ones in turn; 64 is reached with and
+    without a request. ``mixed_codes``: quads of all lengths, which end on both sides of 64.
+    """
+    rng = np.random.default_rng(8)
+    index = np.arange(len(signs))
+    far = np.where(index % 2, -12, 12)
+    near = rng.integers(-1, 2, len(index))
+    offsets = {
+        "long_codes": far,
+        "full_windows": np.where(index // 256 % 2, 0, far),
+        "mixed_codes": np.where(rng.random(len(index)) < 0.7, rng.permutation(far), near),
+    }
+    return {
+        name: pack(dtype, signs, _around(dtype, offset), fractions)
+        for name, offset in offsets.items()
+    }
+
+
+def _wraps(dtype: DType, signs: np.ndarray, fractions: np.ndarray) -> dict[str, np.ndarray]:
+    """Spans near one end of the exponents that hold one value near the other end.
+
+    Relative to the span's shift it wraps to a symbol that has a code in the book that these values
+    get (Gaussian, log-normal). In FP16 nothing wraps: the five bits of its exponents are too few.
+    """
+    rng = np.random.default_rng(9)
+    top = (1 << FIELDS[dtype.name][0]) - 1
+    index = np.arange(len(signs))
+    low = rng.integers(3, 8, len(index))
+    high = np.clip(np.rint(rng.normal(top - 7, 3, len(index))), top - 25, top - 1)
+    stray = index % 256 == 77
+    return {
+        "wrap_below": pack(dtype, signs, np.where(stray, top - 3, low), fractions),
+        "wrap_above": pack(dtype, signs, np.where(stray, 2, high), fractions),
+    }
 
 
 @cache

@@ -27,7 +27,7 @@ BOOK, SHIFT = 8, 130
 NOTHING = np.empty(0, np.uint8)
 SYMBOL_NAMES = {ZERO: "ZERO", ESC: "ESC"}
 DUMP_NOTES = {
-    0x000: "header: version 1, POOLED, BF16, book 8, shift 0, C = 68, 9 values",
+    0x000: "header: version 2, POOLED, BF16, book 8, shift 0, C = 68, 9 values",
     0x010: "slot: words 0 to 3, those of lanes 0 to 3",
     0x020: "slot: words 4 to 63, and what no lane has asked for",
     0x110: "slot: its end, where the literals begin",

@@ -11,6 +11,8 @@ from lct.dtypes import DTYPES
 from lct.errors import CorruptPayloadError
 from lct.layout import (
     FIRST_WORDS,
+    FORMAT_VERSION,
+    HEADER_BYTES,
     REF_MASK,
     STATE_CODED,
     STATE_CONSTANT,
@@ -18,6 +20,7 @@ from lct.layout import (
     STATE_SPILLED,
     STATE_WIDE,
     PayloadLayout,
+    parse_header,
     validate_payload,
 )
 from lct.presets import PRESETS
@@ -70,6 +73,16 @@ def test_markers_are_valid_where_lanes_have_words(capacity: int) -> None:
 def test_states_and_references(state: int, ref: int) -> None:
     with pytest.raises(CorruptPayloadError, match="group 1 has an invalid meta word"):
         damaged(200, state, ref)
+
+
+def test_payloads_of_other_versions_are_refused() -> None:
+    values = inputs.gaussian(BF16, 1000)
+    layout = PayloadLayout(POOLED, BF16, len(values), 748)
+    payload, _ = cpu.encode(values, layout, 0, 0)
+    for version in (0, FORMAT_VERSION - 1, FORMAT_VERSION + 1):
+        payload[0] = version
+        with pytest.raises(CorruptPayloadError, match=f"version must be 2, got {version}"):
+            parse_header(payload[:HEADER_BYTES].tobytes())
 
 
 def test_chunks_must_be_there() -> None:

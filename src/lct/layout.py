@@ -16,7 +16,7 @@ from .dtypes import DTYPES_BY_CODE, UPCAST, DType
 from .errors import CorruptPayloadError
 from .presets import LANES, PRESETS_BY_CODE, QUAD, RAW, STEP_VALUES, Preset
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER = struct.Struct("<BBBBBBHQ")  # version, preset, dtype, book, shift, 0, capacity, num_values
 HEADER_BYTES = HEADER.size
 ALIGNMENT = 16

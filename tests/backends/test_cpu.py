@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import inputs
 from compare import assert_same_bits
 from lct.backends import cpu, reference
-from lct.codebook import BANK_ROWS, candidates
+from lct.codebook import BANK_ROWS, ZERO, bank, candidates
 from lct.dtypes import DTYPES, UPCAST, DType
 from lct.errors import CorruptPayloadError
 from lct.layout import HEADER_BYTES, MAX_POOLED_CAPACITY, PayloadLayout, align, validate_payload
@@ -116,6 +116,7 @@ def test_hostile_inputs(preset: Preset, dtype: DType) -> None:
 def test_pooled_capacities(capacity: int | str, dtype: DType) -> None:
     wide_needs_words = capacity == 0 and dtype is UPCAST
     names = ["extremes", "random_bits", "sparse", "row_scales", "outlier_last", "lonely_first"]
+    names += ["long_codes", "full_windows", "mixed_codes", "wrap_below", "wrap_above"]
     if dtype is UPCAST and not wide_needs_words:
         names += ["wide_first", "wide_all"]
     for name in names:
@@ -138,6 +139,52 @@ def test_exact_capacity_is_the_least_that_does_not_spill(dtype: DType) -> None:
         layout = layout_of(POOLED, dtype, values, capacity)
         _, spill = encode_poisoned(values, layout, book, 0)
         assert (spill.size > 0) == spills
+
+
+# Before an even step: the position, where it asks; before an odd one: where its quad would end.
+EDGES = {
+    "long_codes": {("even", 64), ("odd", 64), ("odd", 96)},
+    "full_windows": {("even", 32), ("even", 64), ("odd", 64), ("odd", 88)},
+    "mixed_codes": {("even", 64), ("odd", 64), ("odd", 65)},
+}
+
+
+@over_dtypes
+@pytest.mark.parametrize("name", EDGES)
+def test_lanes_that_fill_their_windows(
+    name: str, dtype: DType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The input reaches its edges, and both backends encode and decode it."""
+    met: set[tuple[str, int]] = set()
+    requests = reference._Pooled.requests
+
+    def observed(state: reference._Pooled, step: int, quad_bits: list[int]) -> list[int]:
+        for position, bits in zip(state.position, quad_bits, strict=True):
+            met.add(("odd", position + bits) if step % 2 else ("even", position))
+        return requests(state, step, quad_bits)
+
+    monkeypatch.setattr(reference._Pooled, "requests", observed)
+    values = inputs.hostile(dtype)[name]
+    for capacity in (POOLED.capacity_words, MAX_POOLED_CAPACITY):
+        payload, spill = check(values, layout_of(POOLED, dtype, values, capacity))
+        assert_same_bits(reference.decode(payload, spill), values, "values of the reference")
+    assert met >= EDGES[name]
+
+
+@pytest.mark.parametrize("name", ["wrap_below", "wrap_above"])
+def test_exponents_that_wrap(name: str) -> None:
+    """A code for a symbol on the other side of 0 or 255, in both backends."""
+    values = inputs.hostile(BF16)[name]
+    layout = layout_of(POOLED, BF16, values, MAX_POOLED_CAPACITY)
+    book, _ = cpu.select(values, layout, ALL_BOOKS)
+    exponents = reference.exponents_of(values)[:256]
+    shift = reference.mean_exponent(exponents)
+    symbols = reference.symbols_of(exponents, shift)
+    wrapped = (symbols < ZERO) & (symbols - 128 + shift != exponents)
+    assert wrapped.sum() == 1
+    assert bank()[book].lengths[symbols[wrapped]] > 0
+    payload, spill = check(values, layout)
+    assert_same_bits(reference.decode(payload, spill), values, "values of the reference")
 
 
 @over_dtypes

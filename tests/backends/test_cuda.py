@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import lct
-from inputs import DATA
+from inputs import ALL_DTYPES, DATA, hostile, to_torch
 from lct import ops
 from lct.backends import reference
 from lct.codebook import candidates
+from lct.dtypes import UPCAST, DType
 from lct.errors import ArenaExhaustedError
 from lct.layout import parse_header, validate_payload
 from lct.presets import PRESETS
@@ -110,6 +111,22 @@ def real_tensors() -> dict[str, torch.Tensor]:
 def test_sizes(preset: str, count: int) -> None:
     dense = gaussian(count).bfloat16()
     assert_reference_bytes(dense, lct.encode(dense.to(DEVICE), preset=preset))
+
+
+HOSTILE = sorted(hostile(ALL_DTYPES[0]))
+
+
+@pytest.mark.parametrize("capacity", (None, 2112))
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=lambda d: d.name)
+def test_hostile_inputs(dtype: DType, name: str, capacity: int | None) -> None:
+    """Every edge of the streams that the CPU's tests know; 2,112 words hold any group."""
+    values = hostile(dtype).get(name)
+    if values is None:
+        return  # an input that this dtype cannot have
+    dense = to_torch(values, dtype)
+    upcast = dtype is UPCAST
+    assert_reference_bytes(dense, lct.encode(dense.to(DEVICE), capacity=capacity, upcast=upcast))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

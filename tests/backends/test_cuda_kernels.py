@@ -1,7 +1,9 @@
 """Every kernel compiles for every architecture, without a GPU, and keeps its registers."""
 
+import itertools
 import re
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cuda.core", reason="needs cuda-core, which pip install lct-torch[cuda] brings")
@@ -33,7 +35,7 @@ def fields_of(struct: str, file: str) -> list[str]:
     """Names of the fields of a C structure, in order."""
     text = re.sub("//.*", "", (jit.KERNEL_DIR / file).read_text())
     body = text.split(f"struct {struct} {{")[1].split("};")[0]
-    return re.findall(r"(\w+)(?:\[\d+\])?\s*[,;]", body)
+    return re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)
 
 
 def test_argument_structures_match_the_kernels() -> None:
@@ -44,15 +46,42 @@ def test_argument_structures_match_the_kernels() -> None:
 @pytest.mark.parametrize("book", bank(), ids=lambda b: b.name)
 def test_tables_agree_with_the_book(book) -> None:
     tables = jit.codebook_tables(book)
-    assert len(tables) == jit.TABLE_WORDS
-    decode, encode = tables[:256], tables[256:768]
-    for symbol in range(256):
-        entry = int(encode[256 + symbol])
+    sizes = (
+        jit.SINGLES_WORDS,
+        jit.PAIRS_WORDS,
+        jit.ENCODE_WORDS,
+        jit.ENCODE_PAIRS_WORDS,
+        jit.COST_WORDS,
+        4,
+    )
+    assert len(tables) == jit.TABLE_WORDS == sum(sizes)
+    singles, pairs, encode, encode_pairs, cost, window = np.split(tables, np.cumsum(sizes)[:-1])
+    assert (cost[: ZERO + 1] == book.cost_bits).all()
+    for symbol in range(ZERO + 1):
+        entry = int(encode[symbol])
         length = int(book.lengths[symbol])
-        if length:
-            assert (entry & 31, entry >> 8 & 255) == (length, int(book.codes[symbol]))
-            window = int(book.codes[symbol]) << (MAX_LENGTH - length)
-            assert int(decode[window]) == symbol << 23 | length
-        else:
+        if not length:
             assert (entry >> 31, entry & 31) == (1, int(book.lengths[ESC]))
-    assert int(encode[0]) == int(book.codes[ZERO]) << 8 | int(book.lengths[ZERO])
+            continue
+        assert (entry & 31, entry >> 8) == (length, int(book.codes[symbol]))
+        first = int(book.codes[symbol]) << (MAX_LENGTH - length)
+        delta = (symbol - 128) % 256 << 23 if symbol < ZERO else 0x4000
+        assert int(singles[first]) == delta | length
+    # All pairs of 12 bits against two look-ups of one symbol.
+    for bits in range(jit.PAIRS_WORDS):
+        one = int(singles[bits >> 4])
+        two = int(singles[(bits << (one & 31) & 0xFFF) >> 4])
+        length = (one & 31) + (two & 31)
+        slow = length > 12 or (one | two) & 0x8000
+        entry = (two >> 23 << 23) | (one >> 23 << 7) | length
+        entry |= (0x8000 if one & 0x4000 else 0) | (0x80000000 if two & 0x4000 else 0)
+        assert int(pairs[bits]) == (0x10000 if slow else entry), bits
+    start = int(window[0])
+    for high, low in itertools.product(range(16), repeat=2):
+        a, b = int(encode[start + low]), int(encode[start + high])
+        length = (a & 31) + (b & 31)
+        code = (a >> 8 & 255) << (b & 31) | (b >> 8 & 255)
+        slow = (a | b) >> 31
+        assert int(encode_pairs[low + jit.PAIR_STRIDE * high]) == (
+            0x20 if slow else code << 16 | length
+        )

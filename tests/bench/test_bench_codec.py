@@ -14,7 +14,17 @@ from typer.testing import CliRunner
 
 import lct
 from lct.bench import codec
-from lct.bench.codec import NUM_PHASES, Input, all_inputs, check_bits, gaussian, measure_input
+from lct.bench.codec import (
+    LAYOUTS,
+    NUM_PHASES,
+    Input,
+    all_inputs,
+    check_bits,
+    class_of,
+    gaussian,
+    measure_input,
+    sum_ratios,
+)
 from lct.cli.app import app
 from lct.presets import DEFAULT_PRESET, PRESETS
 
@@ -24,7 +34,7 @@ ROW_KEYS = {
     "layout", "default", "input", "dtype", "num_values", "encode_over_copy", "decode_over_copy",
     "encode_gb_s", "decode_gb_s", "ratio", "bits_equal",
 }  # fmt: skip
-HEAD_KEYS = {"command", "device", "gpu", "versions", "commit", "date", "rows"}
+HEAD_KEYS = {"command", "device", "gpu", "versions", "commit", "date", "rows", "sums"}
 
 
 def run(*arguments: object) -> Any:
@@ -115,7 +125,7 @@ def test_command(tmp_path: Path) -> None:
     assert figures["gpu"] is None
     assert {"torch", "cuda", "python", "lct", "numpy"} <= set(figures["versions"])
     rows = figures["rows"]
-    assert len(rows) == len(PRESETS) * (NUM_PHASES + 1)
+    assert len(rows) == len(PRESETS) * NUM_PHASES + len(LAYOUTS)
     assert all(set(row) >= ROW_KEYS and row["bits_equal"] is True for row in rows)
     default = [row for row in rows if row["default"]]
     assert len(default) == NUM_PHASES + 1
@@ -125,6 +135,60 @@ def test_command(tmp_path: Path) -> None:
     assert all(math.isfinite(row["encode_over_copy"]) for row in rows)
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "pooled (default)" in result.stdout
+    assert set(figures["sums"]) == set(LAYOUTS)
+    for layout, sums in figures["sums"].items():
+        (row,) = [r for r in rows if r["layout"] == layout and r["input"] == "weight_small"]
+        assert set(sums) == {"weight", "weight+minilm", "all"}
+        assert sums["all"] == {
+            "tensors": 1,
+            "dense_bytes": row["dense_bytes"],
+            "allocated_bytes": row["allocated_bytes"],
+            "ratio": row["ratio"],
+        }
+
+
+def test_the_exact_layout_is_for_files() -> None:
+    dense = (torch.randn(40000) * 0.02).bfloat16()
+    row = measure_input(Input("weight_x", dense, {}), "pooled-exact", repetitions=1)
+    assert set(row) >= ROW_KEYS
+    assert row["allocated_bytes"] == lct.encode(dense, capacity="exact").nbytes
+    assert row["default"] is False
+    assert "waits for the device once" in row["timing_note"]
+    assert LAYOUTS["pooled-exact"].files_only
+    assert not gaussian(64, 0, torch.bfloat16, CPU).is_file
+
+
+def test_sums() -> None:
+    def row(layout: str, name: str, dense: int, allocated: int, **more: Any) -> dict[str, Any]:
+        sizes = {"dense_bytes": dense, "allocated_bytes": allocated}
+        return {"layout": layout, "input": name, **sizes, **more}
+
+    rows = [
+        row("pooled", "gaussian", 100, 1, phase=0),
+        row("pooled", "weight_a", 300, 200),
+        row("pooled", "minilm_a", 100, 50),
+        row("pooled", "exp_avg_sq_a", 60, 50),
+        row("pooled", "exp_avg_a", 40, 20),
+        row("pooled", "mine", 100, 80),
+        row("clean", "exp_avg_a", 40, 40),
+        row("somebody-else", "weight_a", 300, 1),
+    ]
+    sums = sum_ratios(rows)
+    assert set(sums) == {"pooled", "clean"}
+    ratios = {name: found["ratio"] for name, found in sums["pooled"].items()}
+    assert ratios == {
+        "weight": 1.5,
+        "minilm": 2.0,
+        "exp_avg_sq": 1.2,
+        "exp_avg": 2.0,
+        "other": 1.25,
+        "weight+minilm": 1.6,
+        "all": 1.5,
+    }
+    assert sums["pooled"]["all"]["tensors"] == 5
+    assert set(sums["clean"]) == {"exp_avg", "all"}
+    assert sum_ratios(rows[:1]) == {}
+    assert class_of("act_grad") == "act"
 
 
 def test_presets_and_sizes_of_the_command(tmp_path: Path) -> None:
@@ -138,6 +202,23 @@ def test_presets_and_sizes_of_the_command(tmp_path: Path) -> None:
     assert {row["num_values"] for row in rows} == {50, 100, 1024}
     assert {row["layout"] for row in rows} == {"clean", "pooled"}
     assert {row["dtype"] for row in rows} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--preset", "raw"), "must be among"),
+        (("--preset", "pooled,,clean"), "must be among"),
+        (("--peers", "zstd"), "must be among nvcomp-ans, none, got 'zstd'"),
+        (("--sizes", "2**x"), "must be whole numbers"),
+        (("--sizes", "0"), "must be whole numbers"),
+        (("--repetitions", "0"), "greater than or equal to 1"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
+    result = run("--device", "cpu", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
@@ -177,3 +258,5 @@ def test_check_bits_knows_zeros_and_nans() -> None:
     check_bits(nan, nan.clone())
     with pytest.raises(lct.LctError, match="first at 1: expected 0x0, got 0x80000000"):
         check_bits(nan, torch.tensor([float("nan"), -0.0]))
+    with pytest.raises(lct.LctError, match=r"wrong bits in a plane: 1 of 2 .* 0x1, got 0x2"):
+        check_bits(torch.tensor([1, 1]).byte(), torch.tensor([1, 2]).byte(), "a plane")

@@ -52,6 +52,7 @@ def test_variants_take_turns_and_buffers_rotate(monkeypatch: pytest.MonkeyPatch)
     assert all(sorted(sets[k : k + 4]) == [0, 1, 2, 3] for k in range(len(sets) - 3))
     for name in "abc":
         assert all(result == (name, i) for i, result in found.results[name])
+        assert found.runs[name] == [calls.count((name, i)) for i in range(4)]
 
 
 def test_wrong_repetitions() -> None:
@@ -77,6 +78,16 @@ def test_short_calls_are_replayed_as_a_graph() -> None:
         assert torch.equal(result, x[i] * 2)
 
 
+@pytest.mark.gpu
+def test_replays_are_counted() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    counts = torch.zeros(3, 1 << 10, device=device)
+    rows = [counts[i] for i in range(3)]
+    found = measure({"add": lambda i: rows[i].add_(1)}, device, rotations=3)
+    assert (found.method, found.note) == ("graph", None)
+    assert found.runs["add"] == counts[:, 0].int().tolist()
+
+
 # In a process of its own: after a capture that failed, torch's CUDA generator refuses to draw.
 UNCAPTURABLE = """
 import torch
@@ -88,7 +99,8 @@ found = measure({"sync": lambda _: x.sum().item()}, device)
 assert found.method == "events", found
 assert found.note is not None
 assert found.note.startswith("no graph: ") or found.timings["sync"].median_ms >= 0.1
-assert measure({"copy": lambda _: x.clone()}, device, allow_graph=False).method == "events"
+found = measure({"copy": lambda _: x.clone()}, device, no_graph="it is a test")
+assert (found.method, found.note) == ("events", "no graph: it is a test")
 """
 
 

@@ -27,6 +27,7 @@ from ..layout import (
 from ..presets import LANES, QUAD, STEP_VALUES
 
 WORD_BITS = 32
+WINDOW_BITS = 2 * WORD_BITS  # what a lane of a pooled group holds: its last two words
 SPAN_STEPS = 2  # a shift serves 256 values: two steps
 SPAN_VALUES = SPAN_STEPS * STEP_VALUES
 SAMPLED_SPANS = 32
@@ -151,9 +152,16 @@ class _Pooled:
         self.position = [0] * LANES
         self.literals = bytearray()
 
-    def requests(self, step: int) -> list[int]:
-        """Lanes that need a new word before ``step``."""
-        return [lane for lane in range(LANES) if step > 0 and self.position[lane] >= WORD_BITS]
+    def requests(self, step: int, quad_bits: list[int]) -> list[int]:
+        """Lanes that need a new word before ``step``, whose quads take ``quad_bits`` each.
+
+        Only an odd step depends on them: before it, a lane asks if its quad does not fit in what
+        is left of its two words. Before an even step it asks as soon as one word is used up.
+        """
+        if step % 2 == 0:
+            return [lane for lane in range(LANES) if self.position[lane] >= WORD_BITS]
+        ends = [self.position[lane] + quad_bits[lane] for lane in range(LANES)]
+        return [lane for lane in range(LANES) if ends[lane] > WINDOW_BITS]
 
     def hand_out(self, lanes: list[int]) -> None:
         for lane in lanes:
@@ -178,7 +186,8 @@ def _encode_pooled(
         symbols = symbols_of(exponents[step], shift)
         lengths = book.lengths[symbols]
         escapes = exponents[step].T[lengths.T == 0]  # by j, then lane
-        requests = state.requests(step)
+        bits = np.where(lengths > 0, lengths, book.lengths[ESC]).sum(1).tolist()
+        requests = state.requests(step, bits)
         words = state.handed + len(requests)
         if words * WORD_BYTES + len(state.literals) + len(escapes) > capacity_words * WORD_BYTES:
             break
@@ -189,7 +198,7 @@ def _encode_pooled(
                 symbol = symbols[lane, j] if lengths[lane, j] else ESC
                 code = _bits(int(book.codes[symbol]), int(book.lengths[symbol]))
                 streams[lane] += code
-                state.position[lane] += len(code)
+            state.position[lane] += bits[lane]
         shifts[span] = shift
         coded = step + 1
     slot = np.zeros(capacity_words, np.uint32)
@@ -321,6 +330,15 @@ def _window(stream: str, position: int) -> int:
     return int(stream[position : position + MAX_LENGTH].ljust(MAX_LENGTH, "0"), 2)
 
 
+def _quad(window: str, position: int, table: list[int], book: Codebook) -> tuple[list[int], int]:
+    """(symbols of the quad at ``position`` of a lane's window, bits of its codes)."""
+    symbols, first = [], position
+    for _ in range(QUAD):
+        symbols.append(table[_window(window, position)])
+        position += int(book.lengths[symbols[-1]])
+    return symbols, position - first
+
+
 def _exponent(symbol: int, shift: int) -> int:
     return 0 if symbol == ZERO else (symbol + shift - CENTER) % 256
 
@@ -340,25 +358,27 @@ def _decode_pooled(
     windows = [clamped[lane] + clamped[LANES + lane] for lane in range(LANES)]
     taken = 0
     for step in range(coded):
-        requests = state.requests(step)
+        # Codes are prefix-free: the zeros past the window change no code that lies within it, and a
+        # quad that does not fit is seen not to fit. It is decoded again, with the word it asks for.
+        quads = [_quad(windows[lane], state.position[lane], table, book) for lane in range(LANES)]
+        requests = state.requests(step, [bits for _, bits in quads])
         for i, lane in enumerate(requests):
             word = words[min(state.handed + i, capacity - 1)]
             windows[lane] = windows[lane][WORD_BITS:] + _bits(word, WORD_BITS)
         state.hand_out(requests)
-        symbols = np.zeros((LANES, QUAD), np.int64)
-        for lane in range(LANES):
-            for j in range(QUAD):
-                position = state.position[lane]
-                symbols[lane, j] = symbol = table[_window(windows[lane], position)]
-                state.position[lane] += int(book.lengths[symbol])
+        for lane in requests:
+            quads[lane] = _quad(windows[lane], state.position[lane], table, book)
+        symbols = [quad_symbols for quad_symbols, _ in quads]
+        for lane, (_, bits) in enumerate(quads):
+            state.position[lane] += bits
         for j in range(QUAD):
             for lane in range(LANES):
-                if symbols[lane, j] == ESC:
+                if symbols[lane][j] == ESC:
                     out[step, lane, j] = literals[max(capacity * WORD_BYTES - 1 - taken, 0)]
                     taken += 1
                 else:
                     shift = int(shifts[step // SPAN_STEPS])
-                    out[step, lane, j] = _exponent(int(symbols[lane, j]), shift)
+                    out[step, lane, j] = _exponent(symbols[lane][j], shift)
     return out
 
 

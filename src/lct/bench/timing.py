@@ -46,12 +46,14 @@ class Timing:
 class Measurement:
     """``timings`` and last ``results`` by variant, all by one ``method``. ``note``: why no graph.
 
-    ``results``: (number of the set of buffers, what the timed call returned).
+    ``results``: (number of the set of buffers, what the timed call returned). ``runs``: how often
+    each variant ran on each set, warm-up included: for calls that change what they work on.
     """
 
     timings: dict[str, Timing]
     results: dict[str, list[tuple[int, Any]]]
     method: Method
+    runs: dict[str, list[int]]
     note: str | None = None
 
     def over(self, variant: str, base: str) -> float:
@@ -88,34 +90,46 @@ def measure(
     *,
     rotations: int = 1,
     repetitions: int = REPETITIONS,
-    allow_graph: bool = True,
+    no_graph: str | None = None,
 ) -> Measurement:
     """Time ``variants`` in turn, ``repetitions`` times each; ValueError for fewer than one.
 
-    ``allow_graph``: False for calls that cannot be replayed, such as encodes that take chunks of an
-    arena which only their owner gives back.
+    ``no_graph``: why calls must not be captured, where that is so: encodes that take chunks of an
+    arena which only their owner gives back, calls that wait for the device.
     """
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
-    for call in variants.values():
+    runs = {name: [0] * rotations for name in variants}
+    counted = {name: _counting(call, runs[name]) for name, call in variants.items()}
+    for call in counted.values():
         # Every set of buffers once: first launches compile, first results take the device's memory.
         kept = [call(i % rotations) for i in range(max(WARMUP, rotations))]
         del kept
     if device.type != "cuda":
-        return _time_wall(variants, rotations, repetitions)
+        return _time_wall(counted, rotations, repetitions, runs)
     with torch.cuda.device(device):
-        rough = _time_events(variants, rotations, repetitions)
+        rough = _time_events(counted, rotations, repetitions, runs)
         if max(timing.median_ms for timing in rough.timings.values()) >= GRAPH_BELOW_MS:
             return rough
-        if not allow_graph:
-            return replace(rough, note="no graph: the input spills")
+        if no_graph is not None:
+            return replace(rough, note=f"no graph: {no_graph}")
         try:
-            return _time_graphs(variants, rough.timings, rotations, repetitions)
+            return _time_graphs(variants, rough.timings, rotations, repetitions, runs)
         except Exception as error:
             # Whatever a capture forbids (a synchronisation, a host copy) raises its own library's
             # error. The events stand, and the result says how it was timed and why.
             torch.cuda.synchronize()
             return replace(rough, note=f"no graph: {type(error).__name__}: {error}")
+
+
+def _counting(call: Call, runs: list[int]) -> Call:
+    """``call``, counted in ``runs`` by set of buffers."""
+
+    def counted(i: int) -> object:
+        runs[i] += 1
+        return call(i)
+
+    return counted
 
 
 class _Samples:
@@ -140,13 +154,15 @@ class _Samples:
     def add(self, name: str, milliseconds: float) -> None:
         self._times[name].append(milliseconds)
 
-    def measurement(self, method: Method) -> Measurement:
+    def measurement(self, method: Method, runs: dict[str, list[int]]) -> Measurement:
         timings = {name: summarize(values) for name, values in self._times.items()}
         results = {name: list(kept.items()) for name, kept in self._kept.items()}
-        return Measurement(timings, results, method)
+        return Measurement(timings, results, method, runs)
 
 
-def _time_wall(variants: Mapping[str, Call], rotations: int, repetitions: int) -> Measurement:
+def _time_wall(
+    variants: Mapping[str, Call], rotations: int, repetitions: int, runs: dict[str, list[int]]
+) -> Measurement:
     samples = _Samples(variants, rotations)
     for _ in range(repetitions):
         for name, call in variants.items():
@@ -162,10 +178,12 @@ def _time_wall(variants: Mapping[str, Call], rotations: int, repetitions: int) -
                 result = call(i)
             samples.add(name, (time.perf_counter_ns() - start) / 1e6 / calls)
             samples.keep(name, i, result)
-    return samples.measurement("wall")
+    return samples.measurement("wall", runs)
 
 
-def _time_events(variants: Mapping[str, Call], rotations: int, repetitions: int) -> Measurement:
+def _time_events(
+    variants: Mapping[str, Call], rotations: int, repetitions: int, runs: dict[str, list[int]]
+) -> Measurement:
     samples = _Samples(variants, rotations)
     for _ in range(repetitions):
         events = {}
@@ -179,12 +197,17 @@ def _time_events(variants: Mapping[str, Call], rotations: int, repetitions: int)
         torch.cuda.synchronize()
         for name, (start, end) in events.items():
             samples.add(name, start.elapsed_time(end))
-    return samples.measurement("events")
+    return samples.measurement("events", runs)
 
 
 def _time_graphs(
-    variants: Mapping[str, Call], rough: Mapping[str, Timing], rotations: int, repetitions: int
+    variants: Mapping[str, Call],
+    rough: Mapping[str, Timing],
+    rotations: int,
+    repetitions: int,
+    runs: dict[str, list[int]],
 ) -> Measurement:
+    """``variants`` as they are: a captured call does not run, each replay runs all of them."""
     samples = _Samples(variants, rotations)
     graphs = {}
     captured = {}
@@ -203,12 +226,14 @@ def _time_graphs(
             graph.replay()
             end.record()
             torch.cuda.synchronize()
+            for i, _ in captured[name]:
+                runs[name][i] += 1
             if repetition >= 0:
                 samples.add(name, start.elapsed_time(end) / calls)
     for name, results in captured.items():
         for i, result in results:
             samples.keep(name, i, result)
-    return samples.measurement("graph")
+    return samples.measurement("graph", runs)
 
 
 def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:

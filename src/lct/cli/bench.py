@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
 import typer
 
-from ..presets import DEFAULT_PRESET, PRESETS
 from .options import CommitOption, JsonPath, PlotPath
-from .output import check_outputs, command_line, print_table, progress_bar, table
+from .output import check_outputs, command_line, print_line, print_table, progress_bar, table
 from .plots import check_suffix
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure LCT next to a copy of the same tensor.")
 
-DeviceName = Literal["cpu", "cuda"]
 DTypeName = Literal["bfloat16", "float32", "float16"]
+DeviceOption = Annotated[
+    Optional[Literal["cpu", "cuda"]],  # noqa: UP045 - typer reads this at run time
+    typer.Option("--device", help="Default: cuda where there is a GPU.", show_default=False),
+]
+Repetitions = Annotated[int, typer.Option(min=1, help="Timed calls of each variant.")]
+NO_PEERS = "none"
+
+
+def _names_option(flag: str, text: str) -> Any:
+    return typer.Option(flag, metavar="NAME,…", help=text, show_default=False)
+
+
+def _sizes_option(defaults: str) -> Any:
+    text = f"Numbers of values. Default: {defaults}."
+    return typer.Option("--sizes", metavar="N,…", help=text, show_default=False)
 
 
 @bench_app.callback()
@@ -25,10 +39,7 @@ def _benchmarks() -> None:
 
 @bench_app.command()
 def codec(
-    device: Annotated[
-        Optional[DeviceName],  # noqa: UP045 - typer reads this at run time
-        typer.Option(help="Default: cuda where there is a GPU.", show_default=False),
-    ] = None,
+    device: DeviceOption = None,
     tensors: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
@@ -39,24 +50,20 @@ def codec(
     ] = None,
     sizes: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(
-            "--sizes",
-            metavar="N,…",
-            help="Numbers of values. Default: 2**20,2**22 on the CPU, 2**24,2**28 on CUDA.",
-            show_default=False,
-        ),
+        _sizes_option("2**20,2**22 on the CPU, 2**24,2**28 on CUDA"),
     ] = None,
     dtype: Annotated[DTypeName, typer.Option(help="Of the Gaussian tensors.")] = "bfloat16",
     presets: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(
-            "--preset",
-            metavar="NAME,…",
-            help="Layouts to measure. Default: all.",
-            show_default=False,
+        _names_option("--preset", "Layouts to measure. Default: all."),
+    ] = None,
+    peers: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        _names_option(
+            "--peers", "Other codecs to measure, or none. Default: those that are installed."
         ),
     ] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Timed calls of each variant.")] = 15,
+    repetitions: Repetitions = 15,
     commit: CommitOption = None,
     json_path: JsonPath = None,
     plot_path: PlotPath = None,
@@ -66,10 +73,13 @@ def codec(
     Inputs are seeded Gaussians (each size at phase 0, and eight phases of the
     scale, σ = 0.02 · 2^(k/8)) and given files. Every row comes from the call
     that users make: lct.encode(t), with preset=… for the layouts that are not
-    the default, and decode into a given tensor. [bold]ratio[/bold] is dense bytes over all
-    bytes allocated, headers and spilled chunks included. Variants take turns,
-    buffers rotate past twice the L2 cache, calls under 100 µs are replayed as
-    a CUDA graph; the figures are medians of the repetitions.
+    the default, and decode into a given tensor; pooled-exact, for files only, is
+    encode with capacity="exact", as weights are stored. [bold]ratio[/bold] is dense bytes
+    over all bytes allocated, headers and spilled chunks included, and with
+    files there are sums by class of tensor. Variants take turns, buffers rotate
+    past twice the L2 cache, calls under 100 µs are replayed as a CUDA graph;
+    the figures are medians of the repetitions. Peers code the exponent plane
+    of BF16 values, split off beforehand, with a copy of their own in turn.
 
     [bold]Examples[/bold]
       lct bench codec --device cpu --json codec-cpu.json
@@ -80,40 +90,165 @@ def codec(
     """
     import torch
 
-    from ..bench.codec import all_inputs, measure_input
+    from ..bench.codec import DTYPES, LAYOUTS, all_inputs, measure_input, sum_ratios
+    from ..bench.peers import measure_peer, takes
     from ..bench.results import describe_run, write_json
 
     check_outputs(json_path, plot_path)
     check_suffix(plot_path)
     numbers = _parse_sizes(sizes)
-    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if chosen == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda needs a CUDA GPU and a CUDA build of torch, found none")
-    layouts = _parse_presets(presets)
+    layouts = [LAYOUTS[name] for name in _parse_names(presets, "--preset", LAYOUTS) or LAYOUTS]
+    chosen = _choose_device(device)
+    others, absent = _choose_peers(peers, torch.device(chosen))
+    if peers and others and DTYPES[dtype] != torch.bfloat16:
+        raise ValueError(f"--peers needs --dtype bfloat16, got {dtype}")
     rows: list[dict[str, Any]] = []
     with progress_bar("measure", count=True) as progress:
         for given in all_inputs(torch.device(chosen), sizes=numbers, dtype=dtype, tensors=tensors):
+            what = f"{given.name} {given.dense.numel():,}"
             for layout in layouts:
-                progress(f"{given.name} {given.dense.numel():,} {layout}", len(rows), None)
-                rows.append(measure_input(given, layout, repetitions=repetitions))
-    _print(rows)
+                if given.is_file or not layout.files_only:
+                    progress(f"{what} {layout.name}", len(rows), None)
+                    rows.append(measure_input(given, layout.name, repetitions=repetitions))
+            for peer in others if takes(given) else ():
+                progress(f"{what} {peer.name}", len(rows), None)
+                rows.append(measure_peer(given, peer, repetitions=repetitions))
+    sums = sum_ratios(rows)
+    _print_codec(rows)
+    _print_sums(sums)
+    for line in absent:
+        print_line(line)
     if json_path is not None:
-        write_json(json_path, {**describe_run(command_line(), chosen, commit), "rows": rows})
+        head = describe_run(command_line(), chosen, commit)
+        write_json(json_path, {**head, "rows": rows, "sums": sums})
     if plot_path is not None:
         from .plots import plot_codec
 
-        plot_codec(plot_path, rows)
+        plot_codec(plot_path, rows, sums)
 
 
-def _parse_presets(texts: list[str] | None) -> list[str]:
-    """Names from ``pooled,clean``, all for None, the default first; exit code 2 for others."""
+@bench_app.command()
+def optim(
+    device: DeviceOption = None,
+    sizes: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        _sizes_option("2**20 on the CPU, 2**24,2**28 on CUDA"),
+    ] = None,
+    optimizers: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        _names_option("--optimizer", "Optimizers: sgd, adam, adamw. Default: sgd,adamw."),
+    ] = None,
+    roundings: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        _names_option(
+            "--rounding",
+            "Which of torch's implementations to equal: foreach, fused. Default: those whose bits "
+            "torch repeats on the device.",
+        ),
+    ] = None,
+    repetitions: Repetitions = 15,
+    commit: CommitOption = None,
+    json_path: JsonPath = None,
+    plot_path: PlotPath = None,
+) -> None:
+    """Optimizer steps on compressed weight and state: time over a copy's; bits are checked first.
+
+    One BF16 weight that lct.compress_ compressed, its state as lct.optim holds
+    it, a dense gradient; what is timed is optimizer.step(). Before that, steps
+    must leave the bits of torch's optimizer on dense weights, and after it what
+    the timed steps left must be what as many dense steps leave. [bold]÷ floor[/bold] is time
+    over the time of the bytes that a dense step moves: 2.5 copies for SGD with
+    momentum, 3.5 for Adam; torch's dense steps take turns and stand beside it.
+    [bold]ratio[/bold] is dense bytes over all bytes allocated, of weight and state.
+
+    [bold]Examples[/bold]
+      lct bench optim --device cpu --json optim-cpu.json
+      lct bench optim --device cuda --json optim-cuda.json --plot optim.png
+      lct bench optim --sizes 2**28 --optimizer sgd --rounding fused --repetitions 31
+
+    [bold]Exit codes:[/bold] 0 done, 1 failed (one wrong bit: no figures), 2 wrong usage.
+    """
+    import torch
+
+    from ..bench.optim import (
+        DEFAULT_OPTIMIZERS,
+        DEFAULT_SIZES,
+        OPTIMIZERS,
+        ROUNDINGS,
+        choose_roundings,
+        measure_step,
+    )
+    from ..bench.results import describe_run, write_json
+
+    check_outputs(json_path, plot_path)
+    check_suffix(plot_path)
+    numbers = _parse_sizes(sizes)
+    names = _parse_names(optimizers, "--optimizer", OPTIMIZERS) or DEFAULT_OPTIMIZERS
+    wanted = _parse_names(roundings, "--rounding", ROUNDINGS)
+    chosen = _choose_device(device)
+    place = torch.device(chosen)
+    plan = [
+        (size, name, rounding)
+        for size in numbers or DEFAULT_SIZES[chosen]
+        for name in names
+        for rounding in choose_roundings(OPTIMIZERS[name], place, wanted)
+    ]
+    rows: list[dict[str, Any]] = []
+    with progress_bar("measure", count=True) as progress:
+        for size, name, rounding in plan:
+            progress(f"{name} {rounding} {size:,}", len(rows), len(plan))
+            rows.append(measure_step(name, rounding, size, place, repetitions=repetitions))
+    _print_optim(rows)
+    if json_path is not None:
+        write_json(json_path, {**describe_run(command_line(), chosen, commit), "rows": rows})
+    if plot_path is not None:
+        from .plots import plot_optim
+
+        plot_optim(plot_path, rows)
+
+
+def _choose_device(device: str | None) -> str:
+    """``device``, or cuda where there is a GPU; ValueError for cuda without one."""
+    import torch
+
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda needs a CUDA GPU and a CUDA build of torch, found none")
+    return chosen
+
+
+def _choose_peers(texts: list[str] | None, device: Any) -> tuple[list[Any], list[str]]:
+    """Peers to measure, and a line for each that is left out because it cannot be.
+
+    ValueError for one that was asked for and cannot be measured.
+    """
+    from ..bench.peers import PEERS
+
+    names = _parse_names(texts, "--peers", (*PEERS, NO_PEERS))
+    chosen, absent = [], []
+    for name in PEERS if names is None else names:
+        if name == NO_PEERS:
+            continue
+        reason = PEERS[name].missing(device)
+        if reason is None:
+            chosen.append(PEERS[name])
+        elif names is None:
+            absent.append(f"left out {name}: {reason}")
+        else:
+            raise ValueError(f"peer {name} cannot be measured: {reason}")
+    return chosen, absent
+
+
+def _parse_names(texts: list[str] | None, flag: str, allowed: Iterable[str]) -> list[str] | None:
+    """Names from ``a,b``, each once; None for none given. Exit code 2 for others."""
     if not texts:
-        return sorted(PRESETS, key=lambda name: name != DEFAULT_PRESET)
-    names = [name.strip() for name in ",".join(texts).split(",")]
+        return None
+    known = list(allowed)
+    names = list(dict.fromkeys(name.strip() for name in ",".join(texts).split(",")))
     for name in names:
-        if name not in PRESETS:
+        if name not in known:
             raise typer.BadParameter(
-                f"must be among {', '.join(PRESETS)}, got {name!r}", param_hint="--preset"
+                f"must be among {', '.join(known)}, got {name!r}", param_hint=flag
             )
     return names
 
@@ -137,7 +272,7 @@ def _parse_sizes(texts: list[str] | None) -> list[int] | None:
     return numbers
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
+def _print_codec(rows: list[dict[str, Any]]) -> None:
     columns = (
         "layout",
         "input",
@@ -175,6 +310,61 @@ def _print(rows: list[dict[str, Any]]) -> None:
             f"{row['decode_over_copy']:.3f}",
             f"{row['encode_gb_s']:.4g}",
             f"{row['decode_gb_s']:.4g}",
+            f"{row['copy_gb_s']:.4g}",
+            f"{row['ratio']:.4f}",
+            f"{row['spilled_groups']} of {row['groups']}" if "groups" in row else "",
+            row["timing"],
+        )
+    print_table(shown)
+
+
+def _print_sums(sums: dict[str, dict[str, dict[str, Any]]]) -> None:
+    if not sums:
+        return
+    classes = list(dict.fromkeys(name for found in sums.values() for name in found))
+    shown = table(
+        "Sums over the files: dense ÷ allocated bytes", ("layout", *classes), text=("layout",)
+    )
+    for layout, found in sums.items():
+        cells = (f"{found[name]['ratio']:.4f}" if name in found else "" for name in classes)
+        shown.add_row(layout, *cells)
+    print_table(shown)
+
+
+def _print_optim(rows: list[dict[str, Any]]) -> None:
+    columns = (
+        "optimizer",
+        "rounding",
+        "values",
+        "step ÷ copy",
+        "step ÷ floor",
+        "dense foreach ÷ floor",
+        "dense fused ÷ floor",
+        "step ms",
+        "copy GB/s",
+        "ratio",
+        "spilled",
+        "timed by",
+    )
+    shown = table(
+        "Steps on compressed weight and state next to a copy and to dense steps (medians)",
+        columns,
+        text=("optimizer", "rounding", "timed by"),
+    )
+    previous = None
+    for row in rows:
+        if previous not in (None, row["num_values"]):
+            shown.add_section()
+        previous = row["num_values"]
+        shown.add_row(
+            row["optimizer"],
+            row["rounding"],
+            f"{row['num_values']:,}",
+            f"{row['step_over_copy']:.3f}",
+            f"{row['step_over_floor']:.3f}",
+            f"{row['dense_foreach_over_floor']:.3f}",
+            f"{row['dense_fused_over_floor']:.3f}",
+            f"{row['step_ms']:.4g}",
             f"{row['copy_gb_s']:.4g}",
             f"{row['ratio']:.4f}",
             f"{row['spilled_groups']} of {row['groups']}",

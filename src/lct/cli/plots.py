@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..atomic import atomic_write
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_BARS = 40
+LOG_RANGE = 30
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -142,62 +145,126 @@ def plot_tensor_costs(path: Path, tensors: Sequence[dict[str, Any]]) -> None:
     _save(figure, path)
 
 
-def plot_codec(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Time over a copy's at phase 0 by size and layout, and ratio by phase or file."""
+def plot_codec(
+    path: Path,
+    rows: Sequence[dict[str, Any]],
+    sums: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> None:
+    """Throughput at phase 0 against size, and ratio by class of tensor.
+
+    ``sums``: Σ dense ÷ Σ allocated bytes by layout and class, of rows of files.
+    """
+    from ..bench.codec import class_of
+
     layouts = list(dict.fromkeys(row["layout"] for row in rows))
-    sizes = list(dict.fromkeys(row["num_values"] for row in rows if row.get("phase") == 0))
-    figure, (times, ratios) = _figure(13, 4.8, 2)
-    labels = [f"{name} {what}" for name in layouts for what in ("encode", "decode")]
-    for number, size in enumerate(sizes):
-        chosen = {
-            row["layout"]: row
-            for row in rows
-            if row.get("phase") == 0 and row["num_values"] == size
-        }
-        heights = [
-            chosen[name][f"{what}_over_copy"] for name in layouts for what in ("encode", "decode")
-        ]
-        width = 0.8 / len(sizes)
-        places = [i + (number - (len(sizes) - 1) / 2) * width for i in range(len(labels))]
-        times.bar(
-            places, heights, width, color=COLORS[number % len(COLORS)], label=f"{size:,} values"
-        )
-    times.axhline(1, color="black", linewidth=0.8)
-    times.set_xticks(range(len(labels)), labels, rotation=35, ha="right")
-    times.set(ylabel="time ÷ time of a copy", title="Gaussian, phase 0")
-    times.grid(visible=False, axis="x")
-    times.legend()
-    smallest = min(sizes, default=0)
-    gaussians = [row for row in rows if "phase" in row and row["num_values"] == smallest]
-    files = [row for row in rows if "phase" not in row]
-    names = list(
-        dict.fromkeys(
-            [*(f"phase {row['phase']}" for row in gaussians), *(_file_label(r) for r in files)]
-        )
-    )
-    for color, layout in zip(COLORS, layouts, strict=False):
-        points = {
-            f"phase {row['phase']}": row["ratio"] for row in gaussians if row["layout"] == layout
-        }
-        points |= {_file_label(row): row["ratio"] for row in files if row["layout"] == layout}
-        ratios.plot(
-            [names.index(name) for name in points],
-            list(points.values()),
-            "o",
-            color=color,
-            label=layout,
-        )
-    ratios.set_xticks(
-        range(len(names)), names, rotation=60 if len(names) > 10 else 35, ha="right", fontsize=7
-    )
-    ratios.set(ylabel="dense bytes ÷ allocated bytes", title="Ratio")
-    ratios.legend()
+    figure, (speeds, ratios) = _figure(13, 4.8, 2)
+    gaussians = [row for row in rows if "phase" in row]
+    _plot_throughput(speeds, [row for row in gaussians if row["phase"] == 0], layouts)
+    smallest = min((row["num_values"] for row in gaussians), default=0)
+    points = [
+        ("gaussian phases" if "phase" in row else class_of(row["input"]), row)
+        for row in rows
+        if "phase" not in row or row["num_values"] == smallest
+    ]
+    _plot_ratios(ratios, points, layouts, sums)
     _save(figure, path)
 
 
-def _file_label(row: dict[str, Any]) -> str:
-    name = f"{row['input']}: {row['tensor']}" if "tensor" in row else str(row["input"])
-    return name if len(name) <= 40 else f"…{name[-39:]}"
+def _scale_y(axes: Axes) -> None:
+    """From zero, or logarithmic where a linear axis would flatten the smallest values."""
+    values = [value for line in axes.lines for value in np.asarray(line.get_ydata()).flat]
+    if values and max(values) > LOG_RANGE * min(values) > 0:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+
+
+def _plot_throughput(axes: Axes, rows: Sequence[dict[str, Any]], layouts: Sequence[str]) -> None:
+    sizes = sorted({row["num_values"] for row in rows})
+    copies = [max(row["copy_gb_s"] for row in rows if row["num_values"] == n) for n in sizes]
+    axes.plot(sizes, copies, "o-", color="black", label="copy", linewidth=1.2)
+    for color, layout in zip(COLORS, layouts, strict=False):
+        own = sorted((r for r in rows if r["layout"] == layout), key=lambda r: r["num_values"])
+        for what, style in (("encode", "o-"), ("decode", "s--")):
+            if own:
+                speeds = [row[f"{what}_gb_s"] for row in own]
+                label = f"{layout} {what}"
+                axes.plot([r["num_values"] for r in own], speeds, style, color=color, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes)
+    _scale_y(axes)
+    axes.set(xlabel="values", ylabel="GB/s of dense bytes", title="Gaussian, phase 0")
+    axes.legend(fontsize=7, ncols=2)
+
+
+def _plot_ratios(
+    axes: Axes,
+    points: Sequence[tuple[str, dict[str, Any]]],
+    layouts: Sequence[str],
+    sums: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> None:
+    """A dot a tensor, side by side for the layouts; a bar where a class has a sum."""
+    classes = list(dict.fromkeys(name for name, _ in points))
+    width = 0.8 / max(len(layouts), 1)
+    for number, layout in enumerate(layouts):
+        color = COLORS[number % len(COLORS)]
+        shift = (number - (len(layouts) - 1) / 2) * width
+        own = [(name, row) for name, row in points if row["layout"] == layout]
+        places = [classes.index(name) + shift for name, _ in own]
+        axes.plot(
+            *(places, [row["ratio"] for _, row in own], "o"),
+            color=color,
+            markersize=3.5,
+            label=layout,
+        )
+        found = sums.get(layout, {})
+        for name in classes:
+            if name in found:
+                axes.bar(
+                    classes.index(name) + shift, found[name]["ratio"], width, color=color, alpha=0.3
+                )
+    axes.set_xticks(range(len(classes)), classes, rotation=35, ha="right")
+    lowest = min((row["ratio"] for _, row in points), default=1.0)
+    axes.set_ylim(bottom=min(1.0, 0.98 * lowest))
+    title = "Ratio by tensor" + (" (bars: Σ dense ÷ Σ allocated of the class)" if sums else "")
+    axes.set(ylabel="dense bytes ÷ allocated bytes", title=title)
+    axes.grid(visible=False, axis="x")
+    axes.legend(fontsize=7, ncols=2)
+
+
+def plot_optim(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Time of a step over its floor against size, beside torch's dense steps, by optimizer."""
+    optimizers = list(dict.fromkeys(row["optimizer"] for row in rows))
+    roundings = list(dict.fromkeys(row["rounding"] for row in rows))
+    columns = max(len(optimizers), 1)
+    figure, all_axes = _figure(max(6.0, 4.5 * columns), 4.5, columns)
+    for axes, optimizer in zip(all_axes, optimizers, strict=True):
+        own = [row for row in rows if row["optimizer"] == optimizer]
+        for color, rounding in zip(COLORS, roundings, strict=False):
+            line = sorted(
+                (row for row in own if row["rounding"] == rounding),
+                key=lambda row: row["num_values"],
+            )
+            if not line:
+                continue
+            sizes = [row["num_values"] for row in line]
+            for key, style, label in (
+                ("step_over_floor", "o-", f"compressed, {rounding}"),
+                (f"dense_{rounding}_over_floor", "s--", f"dense, {rounding}"),
+            ):
+                axes.plot(sizes, [row[key] for row in line], style, color=color, label=label)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({row["num_values"] for row in own}))
+        _scale_y(axes)
+        copies = own[0]["floor_copies"]
+        axes.set(
+            xlabel="values",
+            ylabel=f"time of a step ÷ ({copies:g} × time of a copy)",
+            title=optimizer,
+        )
+        axes.legend(fontsize=8)
+    _save(figure, path)
 
 
 def plot_step_memory(

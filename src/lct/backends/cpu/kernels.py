@@ -47,7 +47,7 @@ LENGTH_SHIFT, ESCAPE_SHIFT = 8, 15
 # which keeps loops from being vectorised (encode and decode took twice as long).
 _u = np.uint64
 _BYTE, _WORD = _u(0xFF), _u(0xFFFF_FFFF)
-_5, _8, _15, _31, _32, _56, _64 = (_u(n) for n in (5, 8, 15, 31, 32, 56, 64))
+_1, _5, _6, _8, _15, _32, _56, _64 = (_u(n) for n in (1, 5, 6, 8, 15, 32, 56, 64))
 
 
 class Geometry(NamedTuple):
@@ -217,6 +217,15 @@ def _is_escape(entry):
 
 
 @_inner
+def _asks(step, position, quad_bits):
+    """1 where a lane asks for a word before ``step``, else 0 (section 6); without a branch.
+
+    Even steps: position >= 32; odd steps: position + quad_bits > 64. Neither sum reaches 128.
+    """
+    return (position + (quad_bits - _1 if step & 1 else _32)) >> _6
+
+
+@_inner
 def _encode_pooled(exponents, steps, codes, capacity, payload, payload32, slot, lanes_at, lanes):
     """Number of steps coded of one group (section 6). ``lanes``: arrays (32,), named below."""
     acc, position, current, following, quad_code, quad_bits = lanes
@@ -245,12 +254,12 @@ def _encode_pooled(exponents, steps, codes, capacity, payload, payload32, slot, 
                 escapes += _is_escape(entry)
             quad_code[_u(lane)] = code
             quad_bits[_u(lane)] = bits
-            requests += position[_u(lane)] >> _5
+            requests += _asks(step, position[_u(lane)], bits)
         words = handed + np.int64(requests)
         if words * WORD_BYTES + literals + np.int64(escapes) > capacity * WORD_BYTES:
             break
         for lane in range(LANES):
-            if position[_u(lane)] >= _32:
+            if _asks(step, position[_u(lane)], quad_bits[_u(lane)]):
                 payload32[_u(base + current[_u(lane)])] = acc[_u(lane)] >> _32
                 acc[_u(lane)] <<= _32
                 position[_u(lane)] -= _32
@@ -409,30 +418,45 @@ def encode_spill(values, geo, payload, payload32, refs, offsets, spill, first, l
 def measure_groups(values, geo, codes, needs, first, last):
     """``needs``, int32: words that each pooled group takes where nothing spills; constant: 0."""
     exponents = np.empty(GROUP_BYTES, np.uint8)
-    position = np.empty(LANES, np.uint64)
+    rows = np.empty(LANES, np.int64)
     for group in range(first, last):
         steps = _group_steps(geo, group)
         _load_exponents(values, geo, group, steps, exponents)
         if _is_constant(exponents, steps * STEP_VALUES):
             needs[_u(group)] = 0
             continue
-        position[:] = 0
-        words, escapes, row = _u(FIRST_WORDS), _u(0), 0
-        for step in range(steps):
-            if step % SPAN_STEPS == 0:
-                row = _span_shift(exponents, step * STEP_VALUES) << 8
-            for lane in range(LANES):
-                used = position[_u(lane)]
-                words += used >> _5
-                used &= _31
+        for step in range(0, steps, SPAN_STEPS):
+            rows[_u(step // SPAN_STEPS)] = _span_shift(exponents, step * STEP_VALUES) << 8
+        words, escapes = _u(FIRST_WORDS), _u(0)
+        # Lane by lane: the order in which they get their words does not change how many they take.
+        for lane in range(LANES):
+            position = _u(0)
+            for step in range(steps):
+                row = rows[_u(step // SPAN_STEPS)]
+                bits = _u(0)
                 at = step * STEP_VALUES + lane * QUAD
                 for i in range(at, at + QUAD):
                     entry = _entry(codes, row, exponents[_u(i)])
-                    used += _length(entry)
+                    bits += _length(entry)
                     escapes += _is_escape(entry)
-                position[_u(lane)] = used
+                asks = _asks(step, position, bits)
+                words += asks
+                position += bits - (asks << _5)
         literal_words = (np.int64(escapes) + WORD_BYTES - 1) // WORD_BYTES
         needs[_u(group)] = np.int64(words) + literal_words
+
+
+@_inner
+def _decode_quad(bits, table, row, entries, at):
+    """(bits left, length of the quad's codes, whether one is ESC); ``entries`` from ``at`` on."""
+    length, escapes = _u(0), _u(0)
+    for j in range(QUAD):
+        entry = _entry(table, row, bits >> _56)
+        entries[_u(at + j)] = entry
+        bits <<= _length(entry)
+        length += _length(entry)
+        escapes |= _is_escape(entry)
+    return bits, length, escapes
 
 
 @_inner
@@ -452,23 +476,24 @@ def _decode_pooled(payload, payload32, slot, capacity, lanes_at, table, coded, e
         row = np.int64(payload[_u(lanes_at + step // SPAN_STEPS)]) << 8
         escapes = _u(0)
         for lane in range(LANES):
-            # A lane that has used up a word takes the next one; without a branch, which would be
-            # mispredicted at every third quad.
-            used = position[_u(lane)]
-            asks = used >> _5
-            used &= _31
-            word = _u(payload32[_u(min(following, last_word))])
-            bits = acc[_u(lane)] | (word * asks) << used
-            following += np.int64(asks)
+            bits, used = acc[_u(lane)], position[_u(lane)]
             at = step * STEP_VALUES + lane * QUAD
-            for j in range(QUAD):
-                entry = _entry(table, row, bits >> _56)
-                entries[_u(at + j)] = entry
-                bits <<= _length(entry)
-                used += _length(entry)
-                escapes |= _is_escape(entry)
-            acc[_u(lane)] = bits
-            position[_u(lane)] = used
+            if step & 1 == 0:
+                # Without a branch, which would be mispredicted at every third quad.
+                asks = _asks(step, used, _u(0))
+                used -= asks << _5
+                bits |= (_u(payload32[_u(min(following, last_word))]) * asks) << used
+                following += np.int64(asks)
+            left, length, found = _decode_quad(bits, table, row, entries, at)
+            if used + length > _64:
+                # Only before an odd step, and rare: the quad does not fit in what the lane holds.
+                used -= _32
+                bits |= _u(payload32[_u(min(following, last_word))]) << used
+                following += 1
+                left, length, found = _decode_quad(bits, table, row, entries, at)
+            acc[_u(lane)] = left
+            position[_u(lane)] = used + length
+            escapes |= found
         if escapes:
             for j in range(QUAD):
                 for lane in range(LANES):

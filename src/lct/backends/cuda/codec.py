@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,8 @@ from . import jit
 
 NO_BOOK = 0xFFFFFFFF
 CAPTURED = 1 << 62  # launch number of captured launches: the host never learns that they are done
-_ENCODE_TABLE_BYTES = jit.PAIR_WORDS * WORD_BYTES
-_STAGE_BYTES = 4 * LANES * 8  # a warp's stage: 4 quads a lane
-_DECODE_TABLE_BYTES = 256 * WORD_BYTES
+ENCODE_TABLE_BYTES = (jit.ENCODE_PAIRS_WORDS + jit.ENCODE_WORDS) * WORD_BYTES
+DECODE_TABLE_BYTES = (jit.PAIRS_WORDS + jit.SINGLES_WORDS) * WORD_BYTES
 _RAW_STREAM = (
     torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
 )
@@ -72,6 +72,7 @@ def template(layout: PayloadLayout) -> jit.Args:
             tail_steps=layout.tail_steps,
             capacity=layout.capacity_words,
             tail_capacity=tail_words,
+            rounds=1,
             book=NO_BOOK,
         )
         header = np.frombuffer(layout.pack_header(0, 0), np.uint32)
@@ -154,9 +155,9 @@ def encode(
         entry = "pooled_encode" if preset.pooled else "fixed_encode"
         kernel = jit.load(entry, preset, dtype, device)
         words = layout.capacity_words * (1 if preset.pooled else LANES)
-        shared = _ENCODE_TABLE_BYTES + kernel.warps * (_STAGE_BYTES + words * WORD_BYTES)
+        shared = ENCODE_TABLE_BYTES + kernel.warps * words * WORD_BYTES
         launch_with_credit(
-            kernel, args, args, held.arena, (held,), layout.chunks_per_group, shared, stream
+            kernel, args, (args,), held.arena, (held,), layout.chunks_per_group, shared, stream
         )
     return payload, held
 
@@ -164,7 +165,7 @@ def encode(
 def launch_with_credit(
     kernel: jit.Loaded,
     args: ctypes.Structure,
-    groups: jit.Args,
+    parts: Sequence[jit.Args],
     arena: arenas.Arena,
     leases: tuple[Lease, ...],
     worst_chunks: int,
@@ -173,9 +174,10 @@ def launch_with_credit(
 ) -> None:
     """Launch over all groups, in pieces that the arena's limit covers at worst (arena.py).
 
-    ``groups``: the part of ``args`` that says which groups a launch takes. ``worst_chunks`` a
-    group.
+    ``parts``: what ``args`` says of each payload; the first says which groups a launch takes.
+    ``worst_chunks`` a group.
     """
+    groups = parts[0]
     count = groups.num_groups
     if torch.cuda.is_current_stream_capturing():
         if not arena.total_chunks:
@@ -183,10 +185,11 @@ def launch_with_credit(
                 "the arena must hold chunks before a graph is captured: run the code once before "
                 "capture, or call lct.reserve_arena(size_bytes)"
             )
-        groups.reserve = 1
+        for part in parts:
+            part.reserve = 1
         for held in leases:
             held.note(CAPTURED)
-        jit.launch(kernel, args, -(-count // kernel.warps), shared_bytes, stream)
+        jit.launch(kernel, args, set_rounds(groups, kernel, count), shared_bytes, stream)
         return
     piece = count
     if piece * worst_chunks > arena.limit_chunks:
@@ -197,8 +200,17 @@ def launch_with_credit(
         for held in leases:
             held.note(sequence)
         groups.first_group, groups.end_group = first, end
-        jit.launch(kernel, args, -(-(end - first) // kernel.warps), shared_bytes, stream)
+        jit.launch(kernel, args, set_rounds(groups, kernel, end - first), shared_bytes, stream)
         arena.launched()
+
+
+def set_rounds(args: jit.Args, kernel: jit.Loaded, groups: int) -> int:
+    """Decide how many groups a warp takes, one after the other; returns the number of blocks.
+
+    More than one where that still leaves the device several waves of blocks.
+    """
+    args.rounds = max(1, min(kernel.max_rounds, groups // (kernel.warps * kernel.many_blocks)))
+    return -(-groups // (kernel.warps * args.rounds))
 
 
 def decode(payload: torch.Tensor, layout: PayloadLayout, out: torch.Tensor) -> torch.Tensor:
@@ -216,8 +228,8 @@ def decode(payload: torch.Tensor, layout: PayloadLayout, out: torch.Tensor) -> t
         entry = "pooled_decode" if pooled else "fixed_decode"
         kernel = jit.load(entry, layout.preset, layout.dtype, device)
         words = layout.capacity_words * (1 if pooled else LANES)
-        shared = _DECODE_TABLE_BYTES + kernel.warps * words * WORD_BYTES
-        blocks = -(-layout.num_groups // kernel.warps)
+        shared = DECODE_TABLE_BYTES + kernel.warps * words * WORD_BYTES
+        blocks = set_rounds(args, kernel, layout.num_groups)
         jit.launch(kernel, args, blocks, shared, current_stream(device))
         if target is not out:
             out.copy_(target)

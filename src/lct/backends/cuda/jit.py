@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ...codebook import CENTER, ESC, MAX_LENGTH, NUM_SYMBOLS, ZERO, Codebook, bank
+from ...codebook import BANK_ROWS, CENTER, ESC, MAX_LENGTH, NUM_SYMBOLS, ZERO, Codebook, bank
 from ...config import kernel_cache_dir
 from ...dtypes import DTYPES, DTYPES_BY_CODE, DType
 from ...errors import LctError
@@ -30,8 +30,18 @@ from .tuning import LAUNCH, MEASURED_ARCH
 KERNEL_DIR = Path(__file__).parent / "kernels"
 # Architectures that CI compiles every kernel for (Ampere, Ada, Hopper, Blackwell).
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-TABLE_WORDS = 1608
-PAIR_WINDOW, PAIR_STRIDE, PAIR_WORDS = 16, 37, 576
+# Words of the tables of a book, in the order of common.cuh, and how pairs of symbols are indexed.
+SINGLES_WORDS, PAIRS_WORDS, ENCODE_WORDS, ENCODE_PAIRS_WORDS, COST_WORDS = 256, 4096, 260, 424, 260
+TABLE_WORDS = SINGLES_WORDS + PAIRS_WORDS + ENCODE_WORDS + ENCODE_PAIRS_WORDS + COST_WORDS + 4
+PAIR_BITS, PAIR_WINDOW, PAIR_STRIDE = 12, 16, 27
+_PAIR_SLOW, _PAIR_ZERO, _ESC_FLAG, _ZERO_FLAG, _ESCAPED, _SLOW = (
+    0x10000,
+    0x8000,
+    0x8000,
+    0x4000,
+    0x80000000,
+    0x20,
+)
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,7 @@ class Args(ctypes.Structure):
                 "num_groups",
                 "full_groups",
                 "tail_steps",
+                "rounds",
                 "capacity",
                 "tail_capacity",
                 "fresh",
@@ -137,8 +148,9 @@ def source(kernel: Kernel, variant: Variant, arch: str) -> str:
         "POOLED": int(preset.pooled),
         "STEPS": preset.steps,
         "GROUPS_PER_BLOCK": preset.groups_per_block,
+        "NUM_BOOKS": len(BANK_ROWS),
     }
-    defaults = {"DTYPE": 1, "POOLED": 1, "STEPS": 64, "GROUPS_PER_BLOCK": 1}
+    defaults = {**values, "DTYPE": 1, "POOLED": 1, "STEPS": 64, "GROUPS_PER_BLOCK": 1}
     used = {name: (values if name in kernel.constants else defaults)[name] for name in values}
     used |= {name: int(name in variant.options) for name in kernel.options}
     used["WARPS"] = kernel.warps
@@ -231,9 +243,12 @@ class Loaded:
     function: int
     warps: int
     module: Any  # keeps the code loaded
+    max_rounds: int  # groups that a warp takes at most (tuning.py)
+    many_blocks: int  # several waves of blocks on the device
     shared_bytes: int = 48 * 1024
 
 
+_WAVES = 3
 _lock = threading.Lock()
 _loaded: dict[tuple[int, str, int, int, frozenset[str]], Loaded] = {}
 
@@ -264,7 +279,12 @@ def load(
             handle = module.get_kernel(entry)
             error, function = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
             _check(error)
-            _loaded[key] = Loaded(int(function), kernel.warps, module)
+            config = LAUNCH[entry]
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            many_blocks = processors * config.measured_min_blocks * _WAVES
+            _loaded[key] = Loaded(
+                int(function), kernel.warps, module, config.max_rounds, many_blocks
+            )
     return _loaded[key]
 
 
@@ -300,32 +320,76 @@ def launch(
 
 def codebook_tables(book: Codebook) -> np.ndarray:
     """One book as the kernels read it, uint32 (TABLE_WORDS,); the layout stands in common.cuh."""
-    decode, encode = np.zeros(256, np.uint32), np.zeros(512, np.uint32)
-    pair, cost = np.zeros(PAIR_WORDS, np.uint32), np.zeros(260, np.uint32)
-    esc_flag, zero_flag, escaped, slow = 0x8000, 0x4000, 0x80000000, 0x20
     lengths, codes = book.lengths.astype(np.int64), book.codes.astype(np.int64)
+    window = _pair_window(lengths)
+    tables = (
+        _singles(lengths, codes),
+        _pairs(lengths, codes),
+        _encode(lengths, codes),
+        _encode_pairs(lengths, codes, window),
+        np.append(book.cost_bits, [0, 0, 0]),
+        np.array([window, 0, 0, 0]),
+    )
+    return np.concatenate(tables).astype(np.uint32)
+
+
+def _symbols_by_window(lengths: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Symbol whose code the 8 bits of a stream begin with, int64 (256,)."""
+    symbols = np.zeros(256, np.int64)
     for symbol in range(NUM_SYMBOLS):
         length = int(lengths[symbol])
         if length:
             first = int(codes[symbol]) << (MAX_LENGTH - length)
-            flags = {ESC: esc_flag, ZERO: zero_flag}.get(symbol, symbol << 23)
-            decode[first : first + (1 << (MAX_LENGTH - length))] = flags | length
-    escape_entry = escaped | int(codes[ESC]) << 8 | int(lengths[ESC])
-    for symbol in range(256):
-        own = int(lengths[symbol])
-        encode[256 + symbol] = int(codes[symbol]) << 8 | own if own else escape_entry
-    encode[:256] = int(codes[ZERO]) << 8 | int(lengths[ZERO])
-    window = _pair_window(lengths)
+            symbols[first : first + (1 << (MAX_LENGTH - length))] = symbol
+    return symbols
+
+
+def _delta(symbol: int) -> int:
+    return (symbol - CENTER) % 256 if symbol < ZERO else 0
+
+
+def _singles(lengths: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    flags = {ESC: _ESC_FLAG, ZERO: _ZERO_FLAG}
+    return np.array(
+        [
+            _delta(s) << 23 | flags.get(s, 0) | int(lengths[s])
+            for s in _symbols_by_window(lengths, codes).tolist()
+        ]
+    )
+
+
+def _pairs(lengths: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    symbols = _symbols_by_window(lengths, codes).tolist()
+    table = np.full(PAIRS_WORDS, _PAIR_SLOW, np.int64)
+    for bits in range(PAIRS_WORDS):
+        first = symbols[bits >> (PAIR_BITS - MAX_LENGTH)]
+        rest = bits << int(lengths[first]) & (PAIRS_WORDS - 1)
+        second = symbols[rest >> (PAIR_BITS - MAX_LENGTH)]
+        length = int(lengths[first] + lengths[second])
+        if length <= PAIR_BITS and ESC not in (first, second):
+            zeros = (first == ZERO) * _PAIR_ZERO | (second == ZERO) * _PAIR_ZERO << 16
+            table[bits] = zeros | _delta(second) << 23 | _delta(first) << 7 | length
+    return table
+
+
+def _encode(lengths: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    escape = _ESCAPED | int(codes[ESC]) << 8 | int(lengths[ESC])
+    table = np.zeros(ENCODE_WORDS, np.int64)
+    table[: ZERO + 1] = np.where(lengths[:ESC] > 0, codes[:ESC] << 8 | lengths[:ESC], escape)
+    return table
+
+
+def _encode_pairs(lengths: np.ndarray, codes: np.ndarray, window: int) -> np.ndarray:
+    table = np.zeros(ENCODE_PAIRS_WORDS, np.int64)
     for high in range(PAIR_WINDOW):
         for low in range(PAIR_WINDOW):
             a, b = window + low, window + high
+            entry = _SLOW
             if lengths[a] and lengths[b]:
                 code = int(codes[a]) << int(lengths[b]) | int(codes[b])
-                pair[low + PAIR_STRIDE * high] = code << 16 | int(lengths[a] + lengths[b])
-            else:
-                pair[low + PAIR_STRIDE * high] = slow
-    cost[: ZERO + 1] = book.cost_bits
-    return np.concatenate([decode, encode, pair, cost, np.array([window, 0, 0, 0], np.uint32)])
+                entry = code << 16 | int(lengths[a] + lengths[b])
+            table[low + PAIR_STRIDE * high] = entry
+    return table
 
 
 def _pair_window(lengths: np.ndarray) -> int:
@@ -337,10 +401,19 @@ def _pair_window(lengths: np.ndarray) -> int:
     return int(np.argmax(sums))
 
 
+_COST_BOOKS = 16  # books that a row of costs has room for
+assert len(BANK_ROWS) <= _COST_BOOKS
+
+
 @cache
 def device_tables(device: int) -> Any:
-    """The whole bank on ``device``, int32; made once."""
+    """The whole bank on ``device``, int32, and behind it the costs of all books; made once."""
     import torch
 
-    tables = np.stack([codebook_tables(book) for book in bank()])
+    costs = np.zeros((ZERO + 1, _COST_BOOKS), np.uint8)
+    for number, book in enumerate(bank()):
+        costs[:, number] = book.cost_bits
+    tables = np.concatenate(
+        [*(codebook_tables(book) for book in bank()), costs.view(np.uint32).reshape(-1)]
+    )
     return torch.from_numpy(tables.view(np.int32)).to(torch.device("cuda", device))

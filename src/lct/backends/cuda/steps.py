@@ -8,15 +8,19 @@ from typing import Any
 import torch
 
 from ...layout import WORD_BYTES, PayloadLayout
-from ...presets import LANES
 from . import jit
 from .arena import Arena
-from .codec import aligned, current_stream, launch_with_credit, on_device, template
+from .codec import (
+    DECODE_TABLE_BYTES,
+    ENCODE_TABLE_BYTES,
+    aligned,
+    current_stream,
+    launch_with_credit,
+    on_device,
+    template,
+)
 
-# Decoding and pair tables of parameter and state.
-_TABLE_BYTES = 2 * (256 + jit.PAIR_WORDS) * WORD_BYTES
-# A warp's stages, literal buffers and the slack of its two regions.
-_WARP_BYTES = 2 * (4 * LANES * 8 + 256 + 32 * WORD_BYTES)
+_TABLE_BYTES = DECODE_TABLE_BYTES + ENCODE_TABLE_BYTES  # of each tensor
 ROUNDINGS = ("single", "foreach", "fused")
 
 
@@ -24,8 +28,7 @@ class SgdArgs(ctypes.Structure):
     """The argument of ``sgd_step``; mirrors ``struct StepArgs`` in sgd_update.cuh."""
 
     _fields_ = [
-        ("param", jit.Args),
-        ("state", jit.Args),
+        ("tensors", jit.Args * 2),
         *[(name, ctypes.c_uint64) for name in ("grad", "grad_scale", "found_inf")],
         *[(name, ctypes.c_double) for name in ("lr", "momentum", "dampening_left", "weight_decay")],
     ]
@@ -60,8 +63,7 @@ def sgd(
         dense_grad = aligned(grad.contiguous())
         tables = jit.device_tables(device).data_ptr()
         args = SgdArgs(
-            param=template(param_layout),
-            state=template(state_layout),
+            tensors=(template(param_layout), template(state_layout)),
             grad=dense_grad.data_ptr(),
             grad_scale=grad_scale.data_ptr() if grad_scale is not None else 0,
             found_inf=found_inf.data_ptr() if found_inf is not None else 0,
@@ -70,7 +72,7 @@ def sgd(
             dampening_left=1 - dampening,
             weight_decay=weight_decay,
         )
-        for part, stored in ((args.param, param), (args.state, state)):
+        for part, stored in zip(args.tensors, (param, state), strict=True):
             part.payload, part.tables = stored.payload.data_ptr(), tables
             part.arena, part.serial = stored.spill.arena.pointer, stored.spill.serial
         options = {
@@ -83,12 +85,12 @@ def sgd(
         chosen = frozenset(name for name, on in options.items() if on)
         kernel = jit.load("sgd_step", param_layout.preset, param_layout.dtype, device, chosen)
         words = param_layout.capacity_words + state_layout.capacity_words
-        shared = _TABLE_BYTES + kernel.warps * (_WARP_BYTES + words * WORD_BYTES)
+        shared = 2 * _TABLE_BYTES + kernel.warps * words * WORD_BYTES
         arena: Arena = param.spill.arena
         launch_with_credit(
             kernel,
             args,
-            args.param,
+            args.tensors,
             arena,
             (param.spill, state.spill),
             2,

@@ -18,11 +18,16 @@ _MEASURED_DTYPE = DTYPES["bfloat16"]
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """``min_blocks``: the second argument of ``__launch_bounds__``, measured and elsewhere."""
+    """``min_blocks``: the second argument of ``__launch_bounds__``, measured and elsewhere.
+
+    ``max_rounds``: groups that a warp takes at most, where a tensor has many: the block reads its
+    tables once.
+    """
 
     warps: int
     measured_min_blocks: int = 1
     other_min_blocks: int = 1
+    max_rounds: int = 1
 
     def min_blocks(self, arch: str, dtype: DType, options: frozenset[str]) -> int:
         """Blocks a multiprocessor for ``arch``, ``dtype`` and a step's options (jit.Variant)."""
@@ -32,13 +37,13 @@ class LaunchConfig:
 
 LAUNCH: dict[str, LaunchConfig] = {
     # 2^28 values: 6 blocks (80 registers) 1.20 times a copy's time, 8 blocks (64 registers) 1.13.
-    "pooled_encode": LaunchConfig(4, 8, 6),
-    "pooled_decode": LaunchConfig(4, 9, 7),
+    "pooled_encode": LaunchConfig(8, 4, 2),
+    "pooled_decode": LaunchConfig(8, 5, 4, 4),
     "pooled_needs": LaunchConfig(4),
     # 2^28 values: 3 blocks (80 registers) 1.41, 4 blocks (64 registers) and a faster search 1.25.
     "fixed_encode": LaunchConfig(8, 4, 3),
     "fixed_decode": LaunchConfig(8, 6, 4),
-    "sgd_step": LaunchConfig(4, 4, 3),
+    "sgd_step": LaunchConfig(10, 2, 1),
     "select_book": LaunchConfig(32),
     "sweep_chunks": LaunchConfig(8),
     "grow_arena": LaunchConfig(8),

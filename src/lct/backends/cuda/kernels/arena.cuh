@@ -77,43 +77,36 @@ __device__ __forceinline__ void free_chunk(Arena* arena, u32 chunk) {
 
 // The chunk that a warp spills one group into: kept from the group's old state, or taken at the first spill.
 struct SpillChunk {
-    Arena* arena;
-    u32 serial;  // of the payload
     u32 chunk;   // NO_CHUNK: none yet
-    int credit;  // reserved and not used (reserve mode)
-    bool reserved;
+    int credit;  // reserved and not used (captured graphs)
 
-    __device__ __forceinline__ void init(const Args& a, u32 old, int credits) {
-        const bool reserve_mode = a.reserve;
-        arena = a.arena;
-        serial = a.serial;
+    __device__ __forceinline__ void init(u32 old, int credits) {
         chunk = old;
-        reserved = reserve_mode;
-        credit = reserve_mode ? credits : 0;
+        credit = credits;
     }
 
-    // All lanes call. Outside reserve mode the host has made sure of credit (arena.py).
-    __device__ __forceinline__ u32 take(u32 start, u32 lane) {
+    // All lanes call. Outside captured graphs the host has made sure of credit (arena.py).
+    __device__ __forceinline__ u32 take(const Args& a, u32 start, u32 lane) {
         u32 got = 0;
         if (lane == 0) {
-            if (!reserved) atomicSub(&arena->free_chunks, 1);
-            got = take_chunk(arena, start, serial);
+            if (!a.reserve) atomicSub(&a.arena->free_chunks, 1);
+            got = take_chunk(a.arena, start, a.serial);
         }
-        credit -= reserved ? 1 : 0;
+        credit -= a.reserve ? 1 : 0;
         return __shfl_sync(FULL_WARP, got, 0);
     }
 
-    __device__ __forceinline__ u8* data(u32 start, u32 lane) {
-        if (chunk == NO_CHUNK) chunk = take(start, lane);
-        return chunk_data(arena, chunk);
+    __device__ __forceinline__ u8* data(const Args& a, u32 start, u32 lane) {
+        if (chunk == NO_CHUNK) chunk = take(a, start, lane);
+        return chunk_data(a.arena, chunk);
     }
 
     // All lanes call at the end; `used`: the group's new state refers to the chunk.
-    __device__ __forceinline__ void finish(bool used, u32 lane) {
+    __device__ __forceinline__ void finish(const Args& a, bool used, u32 lane) {
         __syncwarp();
         if (lane == 0) {
-            if (!used && chunk != NO_CHUNK) free_chunk(arena, chunk);
-            return_credit(arena, credit);
+            if (!used && chunk != NO_CHUNK) free_chunk(a.arena, chunk);
+            return_credit(a.arena, credit);
         }
     }
 };

@@ -28,6 +28,7 @@ struct Args {
     u64 sign_fraction_offset, low_offset, lane_offset, meta_offset, tail_slot_offset, size_bytes;
     u32 first_group, end_group;  // the groups of this launch
     u32 num_groups, full_groups, tail_steps;
+    u32 rounds;  // groups that a warp takes, one after the other: tables are read once
     u32 capacity, tail_capacity;
     u32 fresh;    // 1: the payload's meta plane holds nothing yet
     u32 reserve;  // 1: take worst-case credit from the arena before writing (captured graphs)
@@ -37,27 +38,37 @@ struct Args {
     u32 book;        // the book to use, or NO_CHUNK: read it from the payload's header
 };
 
-// One row of the bank on the device (codebook_tables in jit.py).
-//   decode[256]  indexed by 8 stream bits: length | ZERO_FLAG | ESC_FLAG | relative exponent << 23
-//   encode[512]  indexed by relative exponent | 256 where the exponent is not 0: length | code << 8 | ESCAPED
-//   pair[576]    indexed by two relative exponents inside a window of 16, low + 37 * high: length | code << 16,
-//                or SLOW if either escapes
-//   cost[260]    bits that symbol 0..256 costs
-//   window       symbol that the pair table's window starts at
-#define TABLE_DECODE  0
-#define TABLE_ENCODE  256
-#define TABLE_PAIR    768
-#define TABLE_COST    1344
-#define TABLE_WINDOW  1604
-#define TABLE_WORDS   1608
-#define PAIR_WORDS    576
-#define PAIR_STRIDE   37u
-#define STAGE_STEPS   4
-#define ESC_FLAG      0x8000u
-#define ZERO_FLAG     0x4000u
-#define SPECIAL_FLAGS 0xc000u
-#define ESCAPED       0x80000000u
-#define SLOW          0x20u
+// One row of the bank on the device (codebook_tables in jit.py). A delta is a symbol minus 128, modulo 256: what
+// is added to a shift, modulo 256, to give the exponent.
+//   singles[256]   indexed by 8 stream bits: length | ZERO_FLAG | ESC_FLAG | delta << 23
+//   pairs[4096]    indexed by 12 stream bits, which hold two codes: their length | delta << 7 | second delta << 23
+//                  | PAIR_ZEROS where they are ZERO; or PAIR_SLOW: they do not fit, or one is ESC
+//   encode[260]    indexed by symbol 0..256: length | code << 8 | ESCAPED
+//   encode_pairs[424]  indexed by two symbols inside a window of 16, low + 27 * high: length | code << 16, or
+//                  SLOW if either escapes
+//   cost[260]      bits that symbol 0..256 costs
+//   window         symbol that the window of encode_pairs starts at
+// Behind the last book stand costs of all books: 16 bytes a symbol 0..256, one a book.
+#define TABLE_SINGLES      0
+#define TABLE_PAIRS        256
+#define TABLE_ENCODE       4352
+#define TABLE_ENCODE_PAIRS 4612
+#define TABLE_COST         5036
+#define TABLE_WINDOW       5296
+#define TABLE_WORDS        5300
+#define SINGLES_WORDS      256
+#define PAIR_BITS          12
+#define PAIRS_WORDS        (1 << PAIR_BITS)
+#define ENCODE_WORDS       260
+#define ENCODE_PAIRS_WORDS 424
+#define PAIR_STRIDE        27u
+#define ESC_FLAG           0x8000u
+#define ZERO_FLAG          0x4000u
+#define PAIR_SLOW          0x00010000u
+#define PAIR_ZEROS         0x80008000u
+#define ESCAPED            0x80000000u
+#define SLOW               0x20u
+#define ZERO_SYMBOL        256u
 
 // Byte offset of the slot of `group`.
 __device__ __forceinline__ u64 slot_offset(const Args& a, u32 group) {
@@ -98,12 +109,11 @@ __device__ __forceinline__ const u32* book_tables(const Args& a) {
     return a.tables + (size_t)book * TABLE_WORDS;
 }
 
-// Exponents of four words times 4 (byte offsets into tables), in 16-bit halves: the form in which
-// encoders keep a quad.
-#define PACKED_BYTES4 0x03fc03fcu
-__device__ __forceinline__ uint2 exponents4(uint2 v) {
-    return make_uint2((v.x >> 5) & PACKED_BYTES4, (v.y >> 5) & PACKED_BYTES4);
-}
+// Exponents of four words where they stand, at bits 7..14 and 23..30: the form in which kernels keep a quad.
+// Two of them, or one and a shift, add up without a carry between the halves.
+#define EXPONENTS    0x7f807f80u
+#define BOTH_HALVES7 0x00800080u  // 1 << 7 in both halves
+__device__ __forceinline__ uint2 exponents(uint2 v) { return make_uint2(v.x & EXPONENTS, v.y & EXPONENTS); }
 
 // Bits of `a` where `mask` is 0, of `b` where it is 1. In assembly: the compiler would take two LOP3.
 __device__ __forceinline__ u32 blend(u32 a, u32 b, u32 mask) {
@@ -118,10 +128,10 @@ __device__ __forceinline__ u32 sign_fractions4(uint2 v) {
 }
 
 // Four words from sign-fraction bytes and exponents that stand at bits 7..14 and 23..30 of x and y;
-// other bits of x and y are ignored, so packed adds may carry between the halves.
+// other bits of x and y are ignored.
 __device__ __forceinline__ uint2 join4(u32 sf, u32 x, u32 y) {
-    return make_uint2(blend(__byte_perm(sf, 0, 0x1100), x, 0x7f807f80u),
-                      blend(__byte_perm(sf, 0, 0x3322), y, 0x7f807f80u));
+    return make_uint2(blend(__byte_perm(sf, 0, 0x1100), x, EXPONENTS),
+                      blend(__byte_perm(sf, 0, 0x3322), y, EXPONENTS));
 }
 
 // Two BF16 values as floats, and back, rounded to nearest even.
@@ -135,12 +145,62 @@ __device__ __forceinline__ u32 pack2(float2 v) {
 }
 
 // Exponent bytes of a quad, in order.
-__device__ __forceinline__ u32 exponent_bytes(uint2 e4) { return __byte_perm(e4.x >> 2, e4.y >> 2, 0x6420); }
+__device__ __forceinline__ u32 exponent_bytes(uint2 e) { return __byte_perm(e.x >> 7, e.y >> 7, 0x6420); }
 
 // Four words from sign-fraction bytes and exponent bytes.
 __device__ __forceinline__ uint2 join_bytes4(u32 sf, u32 e) {
     return join4(sf, __byte_perm(e, 0, 0x4140) << 7, __byte_perm(e, 0, 0x4342) << 7);
 }
+
+// Index into encode tables of an exponent relative to a shift.
+__device__ __forceinline__ u32 symbol_of(u32 exponent, u32 shift) {
+    return exponent ? (exponent - shift + 128u) & 255u : ZERO_SYMBOL;
+}
+
+// Byte offset into encode_pairs of two symbols, relative to the window, at bits 7 and 23 (noise above 10 and 26).
+__device__ __forceinline__ u32 pair_offset(u32 r) { return ((r & 0x07800780u) * (0x10000u + PAIR_STRIDE)) >> 21; }
+// Bits that are set where a symbol lies outside the window.
+#define OUTSIDE_WINDOW 0x78007800u
+// What is added to exponents to give symbols relative to the window. `origin`: window_origin(window). Right for
+// shifts of 16 and more; smaller ones would carry between the halves.
+__device__ __forceinline__ u32 window_origin(u32 window) { return (128u + 256u - window) * BOTH_HALVES7; }
+__device__ __forceinline__ u32 rotation(u32 origin, u32 shift) { return origin - shift * BOTH_HALVES7; }
+// Whether exponent 0, which is ZERO whatever the shift, or a carry could look like a symbol of the window.
+__device__ __forceinline__ bool shift_is_near_zero(u32 shift) { return shift - 16u >= 224u; }
+
+// Codes of two pairs of values from encode_pairs as one code.
+__device__ __forceinline__ u32 quad_code(u32 x, u32 y) { return __funnelshift_l(0u, x >> 16, y) | y >> 16; }
+
+// Start a copy of 16 bytes to shared memory; `stage_wait` waits for all that the thread started.
+__device__ __forceinline__ void stage16(u32* to, const u32* from) {
+    u32 address = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(address), "l"(from));
+}
+__device__ __forceinline__ void stage_wait() {
+    asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
+}
+// Start copying a slot, one warp; `words` is a multiple of 4, both are aligned to 16 bytes.
+__device__ __forceinline__ void stage_slot(const u8* from, u32* to, u32 words, u32 lane) {
+    for (u32 i = lane * 4; i < words; i += 128)
+        stage16(to + i, (const u32*)from + i);
+}
+// Start copying a table, all threads of the block; they must meet after `stage_wait`.
+__device__ __forceinline__ void stage_table(u32* to, const u32* from, u32 words) {
+    for (u32 i = threadIdx.x * 4; i < words; i += WARPS * 128)
+        stage16(to + i, from + i);
+}
+
+// Bring what follows soon into L2: `bytes`, a multiple of 16 and at most 4,096, from an address that is a multiple
+// of 16. One warp calls. Registers for loads this far ahead would cost resident warps.
+__device__ __forceinline__ void prefetch(const void* from, u32 bytes, u32 lane) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .pred p; setp.eq.u32 p, %2, 0; @p cp.async.bulk.prefetch.L2.global [%0], %1;}" ::"l"(from),
+                 "r"(bytes), "r"(lane));
+#else
+    if (lane * 128 < bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)from + lane * 128));
+#endif
+}
+#define PREFETCH_STEPS 8  // steps whose bytes are fetched at a time
 
 // Keeps a value in a register: the compiler would otherwise derive it again at each use.
 __device__ __forceinline__ u32 opaque(u32 value) {
@@ -151,6 +211,15 @@ __device__ __forceinline__ u32 opaque(u32 value) {
 
 // Code that runs rarely goes out of line, so that the common path has no taken branch.
 #define UNLIKELY(condition) __builtin_expect(!!(condition), 0)
+
+// Number of the warp in its block. Through a shuffle the compiler knows that it is the same in all lanes, and with it
+// all that follows from it: else it guards every vote against divergence.
+__device__ __forceinline__ u32 warp_number() { return __shfl_sync(FULL_WARP, threadIdx.x / 32, 0); }
+
+// The loop over the groups of a warp: `group`.
+#define FOR_GROUPS_OF_WARP(args, warp)                                                                      \
+    for (u32 round_ = 0, group = (args).first_group + blockIdx.x * (WARPS * (args).rounds) + (warp);        \
+         round_ < (args).rounds && group < (args).end_group; round_++, group += WARPS)
 
 // First value of the quad of (group, step, lane).
 __device__ __forceinline__ u64 quad_index(u32 group, u32 step, u32 lane) {

@@ -22,40 +22,46 @@ struct FixedDecoder {
             position -= 32;
         }
     }
-    // Exponents of the next quad at bits 7..14 and 23..30 of x and y.
-    __device__ __forceinline__ void quad(const u32* table, u32 offset, u32& x, u32& y) {
+    // Exponents of the next two quads at bits 7..14 and 23..30.
+    __device__ __forceinline__ void span(const u32* pairs, const u32* singles, u32 shift, u32 (&e)[4]) {
         refill();
-        u32 window = __funnelshift_l(lo, hi, position), e[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            e[j] = table[window >> 24];
-            window = __funnelshift_l(0u, window, e[j]);
-        }
-        if ((e[0] | e[1] | e[2] | e[3]) & SPECIAL_FLAGS) {
-#pragma unroll 1
-            for (int j = 0; j < 4; j++) {
-                refill();
-                window = __funnelshift_l(lo, hi, position);
-                u32 entry = table[window >> 24], length = entry & 31u, value = entry + (offset << 16);
-                position += length;
-                if (entry & ESC_FLAG) {
-                    value = (window << length) >> 24 << 23;
-                    position += 8;
-                } else if (entry & ZERO_FLAG) {
-                    value = 0;
-                }
-                // A register array with a run-time index would go to local memory.
-                if (j == 0) e[0] = value;
-                if (j == 1) e[1] = value;
-                if (j == 2) e[2] = value;
-                if (j == 3) e[3] = value;
-            }
-            offset = 0;
+        u32 x = __funnelshift_lc(lo, hi, position), y = shift_left(lo, position);
+        e[0] = pairs[x >> 20];
+        e[1] = pairs[__funnelshift_l(0u, x, e[0]) >> 20];
+        x = __funnelshift_l(y, x, e[0] + e[1]);
+        e[2] = pairs[x >> 20];
+        e[3] = pairs[__funnelshift_l(0u, x, e[2]) >> 20];
+        u32 ahead = position + ((e[0] + e[1] + e[2] + e[3]) & 63u);
+        if ((((e[0] | e[1] | e[2]) | e[3]) & (PAIR_SLOW | PAIR_ZEROS)) || ahead > 64) {
+            uint2 a = quad(singles, shift), b = quad(singles, shift);
+            e[0] = a.x, e[1] = a.y, e[2] = b.x, e[3] = b.y;
         } else {
-            position += (e[0] + e[1] + e[2] + e[3]) & 63;
+            position = ahead;
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                e[i] += shift * BOTH_HALVES7;
         }
-        x = __byte_perm(e[0], e[1], 0x7632) + offset;
-        y = __byte_perm(e[2], e[3], 0x7632) + offset;
+    }
+    // The next quad, of any kind.
+    __device__ __forceinline__ uint2 quad(const u32* singles, u32 shift) {
+        uint2 out = make_uint2(0, 0);
+#pragma unroll 1
+        for (u32 j = 0; j < 4; j++) {
+            refill();
+            u32 window = __funnelshift_l(lo, hi, position), entry = singles[window >> 24], length = entry & 31u;
+            u32 exponent = entry & ZERO_FLAG ? 0u : ((entry >> 23) + shift) & 255u;
+            position += length;
+            if (entry & ESC_FLAG) {
+                exponent = (window << length) >> 24;
+                position += 8;
+            }
+            u32 placed = exponent << (j & 1 ? 23 : 7);
+            if (j < 2)
+                out.x |= placed;
+            else
+                out.y |= placed;
+        }
+        return out;
     }
 };
 
@@ -78,21 +84,22 @@ struct FixedEncoder {
     __device__ __forceinline__ void append(u32 code, u32 length) {  // length <= 32
         bits = bits << length | code;
         count += length;
+        total += length;
         if (count >= 32) {
             count -= 32;
             *out = (u32)(bits >> count);
             out += 32;
         }
     }
-    // Code one quad (exponents times 4) of any kind, or nothing once one did not fit.
-    __device__ __forceinline__ void quad(const u32* single, uint2 e4, u32 shift) {
-        u32 e[4] = {(e4.x >> 2) & 255u, e4.x >> 18, (e4.y >> 2) & 255u, e4.y >> 18}, half[2], size[2];
+    // Code one quad of any kind, or nothing once one did not fit.
+    __device__ __forceinline__ void quad(const u32* single, uint2 v, u32 shift) {
+        u32 e[4] = {(v.x >> 7) & 255u, v.x >> 23, (v.y >> 7) & 255u, v.y >> 23}, half[2], size[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             half[h] = size[h] = 0;
 #pragma unroll
             for (int j = 2 * h; j < 2 * h + 2; j++) {
-                u32 q = single[((e[j] - shift + 128u) & 255u) | (e[j] ? 256u : 0u)];
+                u32 q = single[symbol_of(e[j], shift)];
                 u32 own = (q >> 8) & 255u, bits_now = q & 31u;
                 if (q & ESCAPED) {
                     own = own << 8 | e[j];
@@ -105,7 +112,6 @@ struct FixedEncoder {
         stopped = !fits(size[0] + size[1]);
         if (stopped) return;
         coded++;
-        total += size[0] + size[1];
         append(half[0], size[0]);
         append(half[1], size[1]);
     }

@@ -1,12 +1,12 @@
 // Decode fixed streams: CLEAN, MEDIUM, HIGH (docs/format.md, sections 3, 7 and 8).
 //
 // Thread mapping: one block of threads a block of 256 streams (8 warps), one warp a group of 32 streams.
-// Shared memory (dynamic): decoding table (256 words), then one slot a warp, fetched with cp.async.
+// Shared memory (dynamic): tables of pairs and singles, then one slot a warp, fetched with cp.async.
 
 #define CHUNK_STEPS 8
 
 // Steps [from, steps) with guards: groups that spilled somewhere, constant groups, tails.
-__device__ __forceinline__ void decode_rest(const Args& a, FixedDecoder decoder, const u32* table, u32 shift, u32 group,
+__device__ __forceinline__ void decode_rest(const Args& a, FixedDecoder decoder, const u32* singles, u32 shift, u32 group,
                                             u32 lane, u32 from, u32 coded, u32 steps, u32 state) {
     const u8* sign_fractions = a.payload + a.sign_fraction_offset;
     const u8* low = a.payload + a.low_offset;
@@ -16,9 +16,8 @@ __device__ __forceinline__ void decode_rest(const Args& a, FixedDecoder decoder,
         u32 sf = i < a.num_values ? *(const u32*)(sign_fractions + i) : 0u;
         Quad q;
         if (step < coded) {
-            u32 x, y;
-            decoder.quad(table, shift_offset(shift), x, y);
-            q.words = join4(sf, x, y);
+            uint2 e = decoder.quad(singles, shift);
+            q.words = join4(sf, e.x, e.y);
         } else {
             q.words =
                 join_bytes4(sf, chunk ? *(const u32*)(chunk + step * 128 + lane * 4) : (state & 255u) * 0x01010101u);
@@ -30,14 +29,15 @@ __device__ __forceinline__ void decode_rest(const Args& a, FixedDecoder decoder,
 
 extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_decode(const __grid_constant__ Args a) {
     extern __shared__ uint4 shared[];
-    u32* table = (u32*)shared;
+    u32* pairs = (u32*)shared;
+    u32* singles = pairs + PAIRS_WORDS;
     const u32* book = book_tables(a);
-    for (u32 i = threadIdx.x; i < 256; i += WARPS * 32)
-        table[i] = book[TABLE_DECODE + i];
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
+    stage_table(pairs, book + TABLE_PAIRS, PAIRS_WORDS);
+    stage_table(singles, book + TABLE_SINGLES, SINGLES_WORDS);
+    u32 warp = warp_number(), lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
     bool active = group < a.end_group, tail = group >= a.full_groups;
     u32 capacity = tail ? a.tail_capacity : a.capacity, steps = tail ? a.tail_steps : STEPS;
-    u32* slot = table + 256 + warp * a.capacity * 32;
+    u32* slot = singles + SINGLES_WORDS + warp * a.capacity * 32;
     u32 state = 0, coded = 0, shift = a.payload[4];
     if (active) {
         state = ((const u32*)(a.payload + a.meta_offset))[group];
@@ -50,10 +50,9 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_decod
 
     FixedDecoder decoder;
     decoder.init(slot, capacity, lane);
-    if (tail || state) return decode_rest(a, decoder, table, shift, group, lane, 0, coded, steps, state);
+    if (tail || state) return decode_rest(a, decoder, singles, shift, group, lane, 0, coded, steps, state);
     const u8* sign_fractions = a.payload + a.sign_fraction_offset;
     const u8* low = a.payload + a.low_offset;
-    u32 offset = shift_offset(shift);
 #pragma unroll 1
     for (u32 step0 = 0; step0 < STEPS; step0 += CHUNK_STEPS) {
         u32 sf[CHUNK_STEPS];
@@ -61,14 +60,17 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_decod
         for (int k = 0; k < CHUNK_STEPS; k++)
             sf[k] = *(const u32*)(sign_fractions + quad_index(group, step0 + k, lane));
 #pragma unroll
-        for (int k = 0; k < CHUNK_STEPS; k++) {
-            u64 i = quad_index(group, step0 + k, lane);
-            u32 x, y;
-            decoder.quad(table, offset, x, y);
-            Quad q;
-            q.words = join4(sf[k], x, y);
-            q.low = load_low(low, i, a.num_values);
-            store_dense(a.dense, i, merge_quad(q));
+        for (int k = 0; k < CHUNK_STEPS; k += 2) {
+            u32 e[4];
+            decoder.span(pairs, singles, shift, e);
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                u64 i = quad_index(group, step0 + k + j, lane);
+                Quad q;
+                q.words = join4(sf[k + j], e[2 * j], e[2 * j + 1]);
+                q.low = load_low(low, i, a.num_values);
+                store_dense(a.dense, i, merge_quad(q));
+            }
         }
     }
 }

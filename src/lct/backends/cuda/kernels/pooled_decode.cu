@@ -1,12 +1,13 @@
 // Decode pooled streams into a dense tensor (docs/format.md, sections 6 and 8).
 //
 // Thread mapping: one warp a group of 8,192 values, WARPS groups a block; lane l decodes quad l of each step.
-// Shared memory (dynamic): decoding table (256 words), then one slot a warp, fetched with cp.async.
+// Shared memory (dynamic): tables of pairs and singles, then one slot a warp, fetched with cp.async.
 
-#define CHUNK_STEPS 8
+// Steps whose sign-fraction bytes are loaded together.
+#define CHUNK_STEPS 4
 
 // Steps [from, steps) one at a time: the end of a group that spilled, constant and wide groups, tails.
-__device__ __forceinline__ void decode_rest(const Args& a, PooledDecoder<false> decoder, const u32* table, u32 my_shift,
+__device__ __forceinline__ void decode_rest(const Args& a, PooledDecoder decoder, const u32* singles, u32 my_shift,
                                             u32 group, u32 lane, u32 from, u32 coded, u32 steps, u32 state) {
     const u8* sign_fractions = a.payload + a.sign_fraction_offset;
     const u8* low = a.payload + a.low_offset;
@@ -19,16 +20,16 @@ __device__ __forceinline__ void decode_rest(const Args& a, PooledDecoder<false> 
         lower = chunk_data(a.arena, refs[0]);
         upper = chunk_data(a.arena, refs[1]);
     }
+#pragma unroll 1
     for (u32 step = from; step < steps; step++) {
         u64 i = quad_index(group, step, lane);
         u32 sf = i < a.num_values ? *(const u32*)(sign_fractions + i) : 0u;
         u32 shift = __shfl_sync(FULL_WARP, my_shift, step / 2), at = step * 128 + lane * 4;
         Quad q;
         if (step < coded) {
-            u32 e[4], offset = shift_offset(shift);
-            decoder.quad(table, e, a, group);
-            if (any_special(e, e)) decoder.resolve(e, offset);
-            q.words = join_entries(sf, e, offset);
+            if (!(step & 1)) decoder.ask();
+            uint2 e = decoder.slow_step(singles, step & 1, shift);
+            q.words = join4(sf, e.x, e.y);
         } else {
             q.words = join_bytes4(sf, chunk ? *(const u32*)(chunk + at) : (state & 255u) * 0x01010101u);
         }
@@ -37,61 +38,63 @@ __device__ __forceinline__ void decode_rest(const Args& a, PooledDecoder<false> 
     }
 }
 
-extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_decode(const __grid_constant__ Args a) {
-    extern __shared__ uint4 shared[];
-    u32* table = (u32*)shared;
-    const u32* book = book_tables(a);
-    for (u32 i = threadIdx.x; i < 256; i += WARPS * 32)
-        table[i] = book[TABLE_DECODE + i];
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
-    bool active = group < a.end_group, tail = group >= a.full_groups;
-    u32 capacity = tail ? a.tail_capacity : a.capacity, steps = tail ? a.tail_steps : STEPS;
-    u32* slot = table + 256 + warp * a.capacity;
-    u32 state = 0, coded = 0, my_shift = 0;
-    if (active) {
-        state = ((const u32*)(a.payload + a.meta_offset))[group];
-        u32 kind = state >> 24;
-        coded = kind == STATE_CODED ? steps : kind & STATE_SPILLED ? min(kind & 0x7fu, steps) : 0u;
-        if (capacity < 64) coded = 0;
-        my_shift = a.payload[a.lane_offset + (u64)group * 32 + lane];
-        if (coded) stage_slot(a.payload + slot_offset(a, group), slot, capacity, lane);
+__device__ __forceinline__ void decode_group(const Args& a, const u32* pairs, u32* slot, u32 group, u32 lane) {
+    const u32* singles = pairs + PAIRS_WORDS;
+    const bool tail = group >= a.full_groups;
+    const u32 capacity = tail ? a.tail_capacity : a.capacity, steps = tail ? a.tail_steps : STEPS;
+    const u32 state = ((const u32*)(a.payload + a.meta_offset))[group], kind = state >> 24;
+    u32 coded = kind == STATE_CODED ? steps : kind & STATE_SPILLED ? min(kind & 0x7fu, steps) : 0u;
+    if (capacity < 64) coded = 0;
+    const u32 my_shift = a.payload[a.lane_offset + (u64)group * 32 + lane];
+    const u64 start = quad_index(group, 0, lane);
+    const u8* plane = a.payload + a.sign_fraction_offset + start;
+    if (coded) {
+        stage_slot(a.payload + slot_offset(a, group), slot, capacity, lane);
+        prefetch(plane - lane * 4, min(coded, (u32)PREFETCH_STEPS) * 128, lane);
+        stage_wait();
+        __syncwarp();
     }
-    stage_wait();
-    __syncthreads();
-    if (!active) return;
-
-    PooledDecoder<false> decoder;
+    PooledDecoder decoder;
     if (coded) decoder.init(slot, capacity, lane);
-    const u8* sign_fractions = a.payload + a.sign_fraction_offset;
-    const u8* low = a.payload + a.low_offset;
     u32 step0 = 0;
     if (!tail) {
 #pragma unroll 1
         for (; step0 + CHUNK_STEPS <= coded; step0 += CHUNK_STEPS) {
+            if (step0 % PREFETCH_STEPS == 0 && step0 + PREFETCH_STEPS < STEPS)
+                prefetch(plane - lane * 4 + (step0 + PREFETCH_STEPS) * 128, PREFETCH_STEPS * 128, lane);
+            // On their way while the streams are decoded.
             u32 sf[CHUNK_STEPS];
-            u64 first = quad_index(group, step0, lane);
 #pragma unroll
             for (int k = 0; k < CHUNK_STEPS; k++)
-                sf[k] = __ldcs((const u32*)(sign_fractions + first + k * 128));
+                sf[k] = __ldcs((const u32*)(plane + (step0 + k) * 128));
 #pragma unroll
             for (int k = 0; k < CHUNK_STEPS; k += 2) {
-                u32 offset = shift_offset(__shfl_sync(FULL_WARP, my_shift, (step0 + k) / 2)), e[2][4];
-                decoder.quad(table, e[0], a, group);
-                decoder.quad(table, e[1], a, group);
-                if (UNLIKELY(any_special(e[0], e[1]))) {
-                    decoder.resolve(e[0], offset);
-                    decoder.resolve(e[1], offset);
-                }
+                u32 x[4];
+                decoder.span(pairs, singles, __shfl_sync(FULL_WARP, my_shift, (step0 + k) / 2), x);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    u64 at = first + (k + i) * 128;
+                    u64 at = start + (step0 + k + i) * 128;
                     Quad q;
-                    q.words = join_entries(sf[k + i], e[i], offset);
-                    q.low = load_low(low, at, a.num_values);
+                    q.words = join4(sf[k + i], x[2 * i], x[2 * i + 1]);
+                    q.low = load_low(a.payload + a.low_offset, at, a.num_values);
                     store_dense(a.dense, at, merge_quad(q));
                 }
             }
         }
     }
-    if (step0 < steps) decode_rest(a, decoder, table, my_shift, group, lane, step0, coded, steps, state);
+    if (step0 < steps) decode_rest(a, decoder, singles, my_shift, group, lane, step0, coded, steps, state);
+    __syncwarp();
+}
+
+extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_decode(const __grid_constant__ Args a) {
+    extern __shared__ uint4 shared[];
+    u32* pairs = (u32*)shared;
+    const u32* book = book_tables(a);
+    stage_table(pairs, book + TABLE_PAIRS, PAIRS_WORDS);
+    stage_table(pairs + PAIRS_WORDS, book + TABLE_SINGLES, SINGLES_WORDS);
+    stage_wait();
+    __syncthreads();
+    const u32 warp = warp_number();
+    FOR_GROUPS_OF_WARP(a, warp)
+    decode_group(a, pairs, pairs + PAIRS_WORDS + SINGLES_WORDS + warp * a.capacity, group, threadIdx.x % 32);
 }

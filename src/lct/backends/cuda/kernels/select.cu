@@ -16,25 +16,22 @@ __device__ __forceinline__ u64 sample_start(u64 k, u64 samples, u64 total) {
 }
 
 extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book(const __grid_constant__ Args a) {
-    __shared__ u32 counts[SYMBOLS + 3];
     __shared__ u64 best;
-#if !POOLED
-    __shared__ u32 occurring[256], num_occurring;
-    if (threadIdx.x == 0) num_occurring = 0;
-#endif
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+#if POOLED
+    __shared__ u32 totals[16];
+    if (thread < 16) totals[thread] = 0;
+#else
+    __shared__ u32 counts[SYMBOLS + 3], occurring[256], num_occurring;
+    if (thread == 0) num_occurring = 0;
     for (u32 i = thread; i < SYMBOLS; i += THREADS)
         counts[i] = 0;
+#endif
     if (thread == 0) best = ~0ull;
     __syncthreads();
 #if POOLED
-    // Warp b adds up the cost of book b: its row is fetched now, while the sample is on its way.
-    const u32* row = a.tables + (size_t)warp * TABLE_WORDS + TABLE_COST;
-    const bool candidate = a.candidates >> warp & 1u;
-    u32 cost[9];
-#pragma unroll
-    for (int k = 0; k < 9; k++)
-        cost[k] = candidate && k * 32 + lane < SYMBOLS ? row[k * 32 + lane] : 0u;
+    // Warp k adds up what its span costs with each book: 16 books at once, a byte each.
+    const uint4* costs = (const uint4*)(a.tables + (size_t)NUM_BOOKS * TABLE_WORDS);
     const u64 spans = (a.num_values + 255) / 256;
     const u32 samples = spans < SAMPLED_SPANS ? (u32)spans : SAMPLED_SPANS;
     if (warp < samples) {
@@ -53,19 +50,30 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book
         sum = __reduce_add_sync(FULL_WARP, sum);
         nonzero = __reduce_add_sync(FULL_WARP, nonzero);
         u32 shift = nonzero ? (sum + nonzero / 2) / nonzero : 0u;
+        u32 bits[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-            if (e[j] < 256u) atomicAdd(&counts[e[j] ? (e[j] - shift + 128u) & 255u : 256u], 1u);
+        for (int j = 0; j < 8; j++) {
+            uint4 row = costs[symbol_of(e[j] & 255u, shift)];
+            bool counts = e[j] < 256u;  // positions past the end do not
+            bits[0] += counts ? row.x : 0u;  // at most 16 bits a value: 8 values do not carry
+            bits[1] += counts ? row.y : 0u;
+            bits[2] += counts ? row.z : 0u;
+            bits[3] += counts ? row.w : 0u;
+        }
+        u32 mine = 0;  // lane k of the first 8: books 4 (k / 2) + k % 2 and, 16 bits higher, that + 2
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            u32 both = __reduce_add_sync(FULL_WARP, bits[k / 2] >> (8 * (k & 1)) & 0x00ff00ffu);
+            mine = lane == k ? both : mine;
+        }
+        if (lane < 8) {
+            u32 book = lane / 2 * 4 + (lane & 1);
+            atomicAdd(&totals[book], mine & 0xffffu);
+            atomicAdd(&totals[book + 2], mine >> 16);
+        }
     }
     __syncthreads();
-    if (candidate) {
-        u32 total = 0;
-#pragma unroll
-        for (int k = 0; k < 9; k++)
-            if (k * 32 + lane < SYMBOLS) total += counts[k * 32 + lane] * cost[k];
-        total = __reduce_add_sync(FULL_WARP, total);
-        if (lane == 0) atomicMin(&best, (u64)total << 16 | warp << 8);
-    }
+    if (thread < 16 && a.candidates >> thread & 1u) atomicMin(&best, (u64)totals[thread] << 16 | thread << 8);
 #else
     u32 samples = a.num_values < SAMPLED_VALUES ? (u32)a.num_values : SAMPLED_VALUES;
     for (u32 k = thread; k < samples; k += THREADS) {

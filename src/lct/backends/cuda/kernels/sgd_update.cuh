@@ -1,6 +1,9 @@
-// The arithmetic of SGD with momentum. Mirrors steps.StepArgs (ctypes).
+// The arithmetic of SGD with momentum: the parameter and its momentum buffer.
+#define TENSORS 2
+
+// Mirrors steps.SgdArgs (ctypes).
 struct StepArgs {
-    Args param, state;
+    Args tensors[TENSORS];
     void* grad;
     const float* grad_scale;                            // or null; ROUNDING 1 only
     const float* found_inf;                             // or null: a value other than 0 skips the step
@@ -18,9 +21,9 @@ struct Update {
           weight_decay((float)s.weight_decay),
           scale(s.grad_scale ? *s.grad_scale : 1.0f) {}
 
-    // Two values, packed: p and m are replaced.
-    __device__ __forceinline__ void operator()(u32& p, u32& m, u32 packed_g) const {
-        float2 w = unpack2(p), g = unpack2(packed_g), b = unpack2(m);
+    // Two values, packed: parameter and buffer are replaced.
+    __device__ __forceinline__ void operator()(u32 (&values)[TENSORS], u32 grad) const {
+        float2 w = unpack2(values[0]), g = unpack2(grad), b = unpack2(values[1]);
 #if SCALED
         g = make_float2(__fdiv_rn(g.x, scale), __fdiv_rn(g.y, scale));
 #endif
@@ -33,16 +36,16 @@ struct Update {
 #endif
         b = round_op(make_float2(__fmul_rn(b.x, momentum), __fmul_rn(b.y, momentum)));
         b = fma2(dampening_left, g, b);
-        m = pack2(b);
+        values[1] = pack2(b);
 #if ROUNDING == 0
-        b = unpack2(m);
+        b = unpack2(values[1]);
 #endif
 #if NESTEROV
         g = round_op(fma2(momentum, b, g));
 #else
         g = b;
 #endif
-        p = pack2(fma2(lr, g, w));
+        values[0] = pack2(fma2(lr, g, w));
     }
 
   private:
