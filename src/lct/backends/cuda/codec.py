@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,7 +72,6 @@ def template(layout: PayloadLayout) -> jit.Args:
             tail_steps=layout.tail_steps,
             capacity=layout.capacity_words,
             tail_capacity=tail_words,
-            rounds=1,
             book=NO_BOOK,
         )
         header = np.frombuffer(layout.pack_header(0, 0), np.uint32)
@@ -151,15 +150,38 @@ def encode(
             args.header[1] |= shift
         else:
             args.candidates = sum(1 << b for b in candidates)
-            jit.launch(jit.load("select_book", preset, dtype, device), args, 1, 0, stream)
         entry = "pooled_encode" if preset.pooled else "fixed_encode"
         kernel = jit.load(entry, preset, dtype, device)
+        if args.candidates and not (preset.pooled and kernel.fits_at_once(layout.num_groups)):
+            jit.launch(jit.load("select_book", preset, dtype, device), args, 1, 0, stream)
+            args.candidates = 0  # chosen: the kernel finds the book in the header
         words = layout.capacity_words * (1 if preset.pooled else LANES)
-        shared = ENCODE_TABLE_BYTES + kernel.warps * words * WORD_BYTES
+        memory = SharedMemory(ENCODE_TABLE_BYTES, words * WORD_BYTES)
         launch_with_credit(
-            kernel, args, (args,), held.arena, (held,), layout.chunks_per_group, shared, stream
+            kernel, args, (args,), held.arena, (held,), layout.chunks_per_group, memory, stream
         )
     return payload, held
+
+
+class SharedMemory(NamedTuple):
+    """Bytes of dynamic shared memory: a block's tables, and what each of its warps has."""
+
+    tables: int
+    warp: int
+
+
+def launch_groups(
+    kernel: jit.Loaded,
+    args: ctypes.Structure,
+    groups: jit.Args,
+    memory: SharedMemory,
+    stream: int,
+) -> None:
+    """Launch over the groups that ``groups``, a part of ``args``, names."""
+    grid = kernel.grid(groups.end_group - groups.first_group)
+    groups.prefetch_steps = grid.prefetch_steps
+    shared_bytes = memory.tables + grid.warps * memory.warp
+    jit.launch(kernel, args, grid.blocks, shared_bytes, stream, warps=grid.warps)
 
 
 def launch_with_credit(
@@ -169,7 +191,7 @@ def launch_with_credit(
     arena: arenas.Arena,
     leases: tuple[Lease, ...],
     worst_chunks: int,
-    shared_bytes: int,
+    memory: SharedMemory,
     stream: int,
 ) -> None:
     """Launch over all groups, in pieces that the arena's limit covers at worst (arena.py).
@@ -189,7 +211,7 @@ def launch_with_credit(
             part.reserve = 1
         for held in leases:
             held.note(CAPTURED)
-        jit.launch(kernel, args, set_rounds(groups, kernel, count), shared_bytes, stream)
+        launch_groups(kernel, args, groups, memory, stream)
         return
     piece = count
     if piece * worst_chunks > arena.limit_chunks:
@@ -200,17 +222,8 @@ def launch_with_credit(
         for held in leases:
             held.note(sequence)
         groups.first_group, groups.end_group = first, end
-        jit.launch(kernel, args, set_rounds(groups, kernel, end - first), shared_bytes, stream)
+        launch_groups(kernel, args, groups, memory, stream)
         arena.launched()
-
-
-def set_rounds(args: jit.Args, kernel: jit.Loaded, groups: int) -> int:
-    """Decide how many groups a warp takes, one after the other; returns the number of blocks.
-
-    More than one where that still leaves the device several waves of blocks.
-    """
-    args.rounds = max(1, min(kernel.max_rounds, groups // (kernel.warps * kernel.many_blocks)))
-    return -(-groups // (kernel.warps * args.rounds))
 
 
 def decode(payload: torch.Tensor, layout: PayloadLayout, out: torch.Tensor) -> torch.Tensor:
@@ -228,9 +241,8 @@ def decode(payload: torch.Tensor, layout: PayloadLayout, out: torch.Tensor) -> t
         entry = "pooled_decode" if pooled else "fixed_decode"
         kernel = jit.load(entry, layout.preset, layout.dtype, device)
         words = layout.capacity_words * (1 if pooled else LANES)
-        shared = DECODE_TABLE_BYTES + kernel.warps * words * WORD_BYTES
-        blocks = set_rounds(args, kernel, layout.num_groups)
-        jit.launch(kernel, args, blocks, shared, current_stream(device))
+        memory = SharedMemory(DECODE_TABLE_BYTES, words * WORD_BYTES)
+        launch_groups(kernel, args, args, memory, current_stream(device))
         if target is not out:
             out.copy_(target)
     return out

@@ -13,10 +13,10 @@ import os
 import re
 import tempfile
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from ...config import kernel_cache_dir
 from ...dtypes import DTYPES, DTYPES_BY_CODE, DType
 from ...errors import LctError
 from ...presets import PRESETS, Preset
-from .tuning import LAUNCH, MEASURED_ARCH
+from .tuning import LAUNCH, MEASURED_ARCH, LaunchConfig
 
 KERNEL_DIR = Path(__file__).parent / "kernels"
 # Architectures that CI compiles every kernel for (Ampere, Ada, Hopper, Blackwell).
@@ -70,7 +70,11 @@ _SGD_OPTIONS = ("ROUNDING", "NESTEROV", "MAXIMIZE", "DECAY", "SCALED")
 KERNELS: dict[str, Kernel] = {
     row.entry: row
     for row in (
-        Kernel("pooled_encode", (*_POOLED, "pooled_group.cuh", "pooled_encode.cu"), True),
+        Kernel(
+            "pooled_encode",
+            (*_POOLED, "select.cuh", "pooled_group.cuh", "pooled_encode.cu"),
+            True,
+        ),
         Kernel("pooled_decode", (*_POOLED, "pooled_decode.cu"), True),
         Kernel("pooled_needs", ("common.cuh", "pooled.cuh", "pooled_needs.cu"), True),
         Kernel("fixed_encode", (*_POOLED, "fixed.cuh", "fixed_encode.cu"), False),
@@ -82,7 +86,7 @@ KERNELS: dict[str, Kernel] = {
             ("POOLED", "STEPS", "GROUPS_PER_BLOCK"),
             _SGD_OPTIONS,
         ),
-        Kernel("select_book", ("common.cuh", "select.cu"), None, ("DTYPE", "POOLED")),
+        Kernel("select_book", ("common.cuh", "select.cuh", "select.cu"), None, ("DTYPE", "POOLED")),
         Kernel("sweep_chunks", ("common.cuh", "arena.cuh", "sweep.cu"), None, ()),
         Kernel("grow_arena", ("common.cuh", "arena.cuh", "grow.cu"), None, ()),
     )
@@ -117,7 +121,7 @@ class Args(ctypes.Structure):
                 "num_groups",
                 "full_groups",
                 "tail_steps",
-                "rounds",
+                "prefetch_steps",
                 "capacity",
                 "tail_capacity",
                 "fresh",
@@ -236,6 +240,14 @@ def _cached_code(kernel: Kernel, variant: Variant, arch: str) -> bytes:
     return code
 
 
+class Grid(NamedTuple):
+    """Blocks of a launch, warps a block, and steps that a warp brings into L2 at a time."""
+
+    blocks: int
+    warps: int
+    prefetch_steps: int
+
+
 @dataclass
 class Loaded:
     """A kernel in a device's context."""
@@ -243,12 +255,47 @@ class Loaded:
     function: int
     warps: int
     module: Any  # keeps the code loaded
-    max_rounds: int  # groups that a warp takes at most (tuning.py)
-    many_blocks: int  # several waves of blocks on the device
+    processors: int  # of the device
+    config: LaunchConfig
     shared_bytes: int = 48 * 1024
+    grids: dict[int, Grid] = field(default_factory=dict)
+
+    @property
+    def resident_blocks(self) -> int:
+        """Blocks that the device holds at a time."""
+        return self.processors * self.config.measured_min_blocks
+
+    def fits_at_once(self, groups: int) -> bool:
+        """Whether all blocks of a launch over ``groups`` run at the same time."""
+        return self.grid(groups).blocks <= self.resident_blocks
+
+    def grid(self, groups: int) -> Grid:
+        """How to launch over ``groups``, one a warp."""
+        found = self.grids.get(groups)
+        if found is None:
+            found = self.grids[groups] = self._make_grid(groups)
+        return found
+
+    def _make_grid(self, groups: int) -> Grid:
+        warps, steps = self.warps, self.config.prefetch_steps
+        if self.config.bytes_a_step and groups <= 2 * self.resident_blocks * warps:
+            # Few blocks: all multiprocessors get the same share.
+            def groups_of_fullest(w: int) -> int:
+                return -(-(-(-groups // w)) // self.processors) * w
+
+            warps = min(range(self.warps, self.warps // 2 - 1, -1), key=groups_of_fullest)
+            # A few warps have little in flight each; L2 has room to bring in more at once.
+            while (
+                steps < _MAX_PREFETCH_STEPS
+                and groups * 2 * steps * self.config.bytes_a_step <= _PREFETCH_BYTES
+            ):
+                steps *= 2
+        return Grid(-(-groups // warps), warps, steps)
 
 
-_WAVES = 3
+# What all warps of a small launch may bring into L2 ahead of their loads: a third of an H200's.
+_PREFETCH_BYTES = 20_000_000
+_MAX_PREFETCH_STEPS = 64
 _lock = threading.Lock()
 _loaded: dict[tuple[int, str, int, int, frozenset[str]], Loaded] = {}
 
@@ -279,11 +326,9 @@ def load(
             handle = module.get_kernel(entry)
             error, function = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
             _check(error)
-            config = LAUNCH[entry]
             processors = torch.cuda.get_device_properties(device).multi_processor_count
-            many_blocks = processors * config.measured_min_blocks * _WAVES
             _loaded[key] = Loaded(
-                int(function), kernel.warps, module, config.max_rounds, many_blocks
+                int(function), kernel.warps, module, processors, LAUNCH[entry]
             )
     return _loaded[key]
 
@@ -299,9 +344,14 @@ def launch(
     blocks: int,
     shared_bytes: int,
     stream: int,
+    *,
+    warps: int | None = None,
     extra: int | None = None,
 ) -> None:
-    """Launch on ``stream``. ``extra``: a second, 64-bit argument. LctError where that fails."""
+    """Launch on ``stream``. LctError where that fails.
+
+    ``warps`` a block, the kernel's own by default; ``extra``: a second, 64-bit argument.
+    """
     from cuda.bindings import driver
 
     if shared_bytes > kernel.shared_bytes:
@@ -311,7 +361,7 @@ def launch(
     pointers = (ctypes.c_void_p * 2)(ctypes.addressof(args))
     second = ctypes.c_uint64(extra or 0)
     pointers[1] = ctypes.addressof(second)
-    grid, block = (blocks, 1, 1), (kernel.warps * 32, 1, 1)
+    grid, block = (blocks, 1, 1), ((warps or kernel.warps) * 32, 1, 1)
     (error,) = driver.cuLaunchKernel(
         kernel.function, *grid, *block, shared_bytes, stream, ctypes.addressof(pointers), 0
     )

@@ -13,6 +13,7 @@ from .arena import Arena
 from .codec import (
     DECODE_TABLE_BYTES,
     ENCODE_TABLE_BYTES,
+    SharedMemory,
     aligned,
     current_stream,
     launch_with_credit,
@@ -30,7 +31,7 @@ class SgdArgs(ctypes.Structure):
     _fields_ = [
         ("tensors", jit.Args * 2),
         *[(name, ctypes.c_uint64) for name in ("grad", "grad_scale", "found_inf")],
-        *[(name, ctypes.c_double) for name in ("lr", "momentum", "dampening_left", "weight_decay")],
+        *[(name, ctypes.c_float) for name in ("lr", "momentum", "dampening_left", "weight_decay")],
     ]
 
 
@@ -85,7 +86,7 @@ def sgd(
         chosen = frozenset(name for name, on in options.items() if on)
         kernel = jit.load("sgd_step", param_layout.preset, param_layout.dtype, device, chosen)
         words = param_layout.capacity_words + state_layout.capacity_words
-        shared = 2 * _TABLE_BYTES + kernel.warps * words * WORD_BYTES
+        memory = SharedMemory(2 * _TABLE_BYTES, words * WORD_BYTES)
         arena: Arena = param.spill.arena
         launch_with_credit(
             kernel,
@@ -94,7 +95,7 @@ def sgd(
             arena,
             (param.spill, state.spill),
             2,
-            shared,
+            memory,
             current_stream(device),
         )
         if grad_scale is not None:

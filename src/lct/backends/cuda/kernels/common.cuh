@@ -28,7 +28,7 @@ struct Args {
     u64 sign_fraction_offset, low_offset, lane_offset, meta_offset, tail_slot_offset, size_bytes;
     u32 first_group, end_group;  // the groups of this launch
     u32 num_groups, full_groups, tail_steps;
-    u32 rounds;  // groups that a warp takes, one after the other: tables are read once
+    u32 prefetch_steps;  // steps whose bytes are brought into L2 at a time: a power of 2
     u32 capacity, tail_capacity;
     u32 fresh;    // 1: the payload's meta plane holds nothing yet
     u32 reserve;  // 1: take worst-case credit from the arena before writing (captured graphs)
@@ -157,8 +157,9 @@ __device__ __forceinline__ u32 symbol_of(u32 exponent, u32 shift) {
     return exponent ? (exponent - shift + 128u) & 255u : ZERO_SYMBOL;
 }
 
-// Byte offset into encode_pairs of two symbols, relative to the window, at bits 7 and 23 (noise above 10 and 26).
-__device__ __forceinline__ u32 pair_offset(u32 r) { return ((r & 0x07800780u) * (0x10000u + PAIR_STRIDE)) >> 21; }
+// Byte offset into encode_pairs of two symbols, relative to the window, at bits 7..15 and 23..31. For symbols outside
+// the window it is of no account, but a multiple of 4 below 2,048, so that reading there is allowed.
+__device__ __forceinline__ u32 pair_offset(u32 r) { return (r * (0x10000u + PAIR_STRIDE)) >> 21; }
 // Bits that are set where a symbol lies outside the window.
 #define OUTSIDE_WINDOW 0x78007800u
 // What is added to exponents to give symbols relative to the window. `origin`: window_origin(window). Right for
@@ -186,21 +187,26 @@ __device__ __forceinline__ void stage_slot(const u8* from, u32* to, u32 words, u
 }
 // Start copying a table, all threads of the block; they must meet after `stage_wait`.
 __device__ __forceinline__ void stage_table(u32* to, const u32* from, u32 words) {
-    for (u32 i = threadIdx.x * 4; i < words; i += WARPS * 128)
+    for (u32 i = threadIdx.x * 4; i < words; i += blockDim.x * 4)
         stage16(to + i, from + i);
 }
 
-// Bring what follows soon into L2: `bytes`, a multiple of 16 and at most 4,096, from an address that is a multiple
-// of 16. One warp calls. Registers for loads this far ahead would cost resident warps.
+// Bring what follows soon into L2: `bytes`, a multiple of 16, from an address that is a multiple of 16. One warp
+// calls. Registers for loads this far ahead would cost resident warps. (Loads of what was prefetched must not be
+// evict-first, `__ldcs`: that cost 5 to 10 % of the time of a whole encode or decode on an H200.)
 __device__ __forceinline__ void prefetch(const void* from, u32 bytes, u32 lane) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{.reg .pred p; setp.eq.u32 p, %2, 0; @p cp.async.bulk.prefetch.L2.global [%0], %1;}" ::"l"(from),
                  "r"(bytes), "r"(lane));
 #else
-    if (lane * 128 < bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)from + lane * 128));
+    for (u32 i = lane * 128; i < bytes; i += 4096)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)from + i));
 #endif
 }
-#define PREFETCH_STEPS 8  // steps whose bytes are fetched at a time
+// Whether a warp at `step` fetches the next piece of its group.
+__device__ __forceinline__ bool prefetch_is_due(const Args& a, u32 step) {
+    return (step & (a.prefetch_steps - 1)) == 0 && step + a.prefetch_steps < STEPS;
+}
 
 // Keeps a value in a register: the compiler would otherwise derive it again at each use.
 __device__ __forceinline__ u32 opaque(u32 value) {
@@ -216,10 +222,8 @@ __device__ __forceinline__ u32 opaque(u32 value) {
 // all that follows from it: else it guards every vote against divergence.
 __device__ __forceinline__ u32 warp_number() { return __shfl_sync(FULL_WARP, threadIdx.x / 32, 0); }
 
-// The loop over the groups of a warp: `group`.
-#define FOR_GROUPS_OF_WARP(args, warp)                                                                      \
-    for (u32 round_ = 0, group = (args).first_group + blockIdx.x * (WARPS * (args).rounds) + (warp);        \
-         round_ < (args).rounds && group < (args).end_group; round_++, group += WARPS)
+// Warps of the block; a launch may take fewer than WARPS, so that all multiprocessors get the same share.
+__device__ __forceinline__ u32 warps() { return blockDim.x / 32; }
 
 // First value of the quad of (group, step, lane).
 __device__ __forceinline__ u64 quad_index(u32 group, u32 step, u32 lane) {
@@ -293,9 +297,9 @@ __device__ __forceinline__ uint4 merge_quad(Quad q) {
 // Quads are 8 (16) bytes and the tensors start at a multiple of 16: see codec.py.
 __device__ __forceinline__ uint4 load_dense(const void* p, u64 i) {
 #if VALUE_BYTES == 4
-    return __ldcs((const uint4*)((const u32*)p + i));
+    return *(const uint4*)((const u32*)p + i);
 #else
-    uint2 v = __ldcs((const uint2*)((const u16*)p + i));
+    uint2 v = *(const uint2*)((const u16*)p + i);
     return make_uint4(v.x, v.y, 0, 0);
 #endif
 }

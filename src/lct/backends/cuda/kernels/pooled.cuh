@@ -44,36 +44,52 @@ struct PooledDecoder {
     // Before an even step.
     __device__ __forceinline__ void ask() { ask(position >= 32); }
 
-    // Exponents of the lane's eight values of two steps, at bits 7..14 and 23..30.
-    __device__ __forceinline__ void span(const u32* pairs, const u32* singles, u32 shift, u32 (&x)[4]) {
+    // Look at two steps through `pairs`: entries of the lane's eight values and the position behind them. True in lanes
+    // where they are not all good. Nothing but the even step's request has happened then.
+    __device__ __forceinline__ bool look(const u32* pairs, u32 (&e)[4], u32& next) {
         ask();
-        u32 e[4], window = __funnelshift_lc(lo, hi, position), rest = shift_left(lo, position);
+        u32 window = __funnelshift_lc(lo, hi, position), rest = shift_left(lo, position);
         e[0] = pairs[window >> (32 - PAIR_BITS)];
         e[1] = pairs[__funnelshift_l(0u, window, e[0]) >> (32 - PAIR_BITS)];
         window = __funnelshift_l(rest, window, e[0] + e[1]);
         e[2] = pairs[window >> (32 - PAIR_BITS)];
         e[3] = pairs[__funnelshift_l(0u, window, e[2]) >> (32 - PAIR_BITS)];
-        u32 next = position + ((e[0] + e[1] + e[2] + e[3]) & 63u), flags = (e[0] | e[1] | e[2]) | e[3];
+        next = position + ((e[0] + e[1] + e[2] + e[3]) & 63u);
+        return (((e[0] | e[1] | e[2]) | e[3]) & (PAIR_SLOW | PAIR_ZEROS)) || next > 64;
+    }
+
+    // Exponents, at bits 7..14 and 23..30, from what `look` gave; `rare`: where it was true in some lane.
+    __device__ __forceinline__ void take(const u32* singles, const u32 (&e)[4], u32 next, bool rare, u32 shift,
+                                         u32 (&x)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
             x[i] = e[i] + shift * BOTH_HALVES7;
-        if (UNLIKELY(__any_sync(FULL_WARP, (flags & (PAIR_SLOW | PAIR_ZEROS)) || next > 64))) {
-            if (__any_sync(FULL_WARP, (flags & PAIR_SLOW) || next > 64)) {
-                slow_steps(singles, 2, shift, x);
-                next = position;
-            } else {
+        if (UNLIKELY(rare)) {
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    x[i] = clear_zeros(e[i], x[i]);
+            for (int i = 0; i < 4; i++)
+                x[i] = clear_zeros(e[i], x[i]);
+            if (__any_sync(FULL_WARP, (((e[0] | e[1] | e[2]) | e[3]) & PAIR_SLOW) || next > 64)) {
+                // Where the first step's entries are good they stay.
+                bool again = __any_sync(FULL_WARP, (e[0] | e[1]) & PAIR_SLOW);
+                if (!again) position += e[0] + e[1] & 31u;
+                slow_steps(singles, again ? 0 : 1, 2, shift, x);
+                next = position;
             }
         }
         position = next;
     }
 
-    // The first `steps` (1 or 2) of a span, of any kind; `ask` came before.
-    __device__ __forceinline__ void slow_steps(const u32* singles, u32 steps, u32 shift, u32 (&x)[4]) {
+    // Exponents of the lane's eight values of two steps.
+    __device__ __forceinline__ void span(const u32* pairs, const u32* singles, u32 shift, u32 (&x)[4]) {
+        u32 e[4], next;
+        bool rare = __any_sync(FULL_WARP, look(pairs, e, next));
+        take(singles, e, next, rare, shift, x);
+    }
+
+    // Steps [from, to) of a span, of any kind; `ask` came before.
+    __device__ __forceinline__ void slow_steps(const u32* singles, u32 from, u32 to, u32 shift, u32 (&x)[4]) {
 #pragma unroll 1
-        for (u32 odd = 0; odd < steps; odd++) {
+        for (u32 odd = from; odd < to; odd++) {
             uint2 quad = slow_step(singles, odd, shift);
             if (odd)
                 x[2] = quad.x, x[3] = quad.y;
@@ -195,14 +211,16 @@ struct PooledEncoder {
             coded = step;
             return;
         }
-        u8* next = (u8*)(slot + capacity) - 1 - literals;
+        if (found) {
+            u8* next = (u8*)(slot + capacity) - 1 - literals;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            if (escapes[j]) *(next - __popc(mask[j] & below)) = (u8)e[j];
-            next -= __popc(mask[j]);
+            for (int j = 0; j < 4; j++) {
+                if (escapes[j]) *(next - __popc(mask[j] & below)) = (u8)e[j];
+                next -= __popc(mask[j]);
+            }
+            literals += found;
+            limit = capacity - (literals + 3) / 4;
         }
-        literals += found;
-        limit = capacity - (literals + 3) / 4;
         ask(need, asking);
         bits = bits << length | code;
         count += length;

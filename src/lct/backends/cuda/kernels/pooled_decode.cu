@@ -4,7 +4,7 @@
 // Shared memory (dynamic): tables of pairs and singles, then one slot a warp, fetched with cp.async.
 
 // Steps whose sign-fraction bytes are loaded together.
-#define CHUNK_STEPS 4
+#define CHUNK_STEPS 8
 
 // Steps [from, steps) one at a time: the end of a group that spilled, constant and wide groups, tails.
 __device__ __forceinline__ void decode_rest(const Args& a, PooledDecoder decoder, const u32* singles, u32 my_shift,
@@ -38,35 +38,47 @@ __device__ __forceinline__ void decode_rest(const Args& a, PooledDecoder decoder
     }
 }
 
-__device__ __forceinline__ void decode_group(const Args& a, const u32* pairs, u32* slot, u32 group, u32 lane) {
-    const u32* singles = pairs + PAIRS_WORDS;
-    const bool tail = group >= a.full_groups;
+extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_decode(const __grid_constant__ Args a) {
+    extern __shared__ uint4 shared[];
+    u32* pairs = (u32*)shared;
+    u32* singles = pairs + PAIRS_WORDS;
+    const u32 warp = warp_number(), lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * warps() + warp;
+    const bool active = group < a.end_group, tail = group >= a.full_groups;
     const u32 capacity = tail ? a.tail_capacity : a.capacity, steps = tail ? a.tail_steps : STEPS;
-    const u32 state = ((const u32*)(a.payload + a.meta_offset))[group], kind = state >> 24;
-    u32 coded = kind == STATE_CODED ? steps : kind & STATE_SPILLED ? min(kind & 0x7fu, steps) : 0u;
-    if (capacity < 64) coded = 0;
-    const u32 my_shift = a.payload[a.lane_offset + (u64)group * 32 + lane];
+    u32* slot = singles + SINGLES_WORDS + warp * a.capacity;
     const u64 start = quad_index(group, 0, lane);
     const u8* plane = a.payload + a.sign_fraction_offset + start;
-    if (coded) {
+    u32 state = 0, my_shift = 0;
+    // All that does not wait for the book comes before it.
+    if (active) {
         stage_slot(a.payload + slot_offset(a, group), slot, capacity, lane);
-        prefetch(plane - lane * 4, min(coded, (u32)PREFETCH_STEPS) * 128, lane);
-        stage_wait();
-        __syncwarp();
+        state = ((const u32*)(a.payload + a.meta_offset))[group];
+        my_shift = a.payload[a.lane_offset + (u64)group * 32 + lane];
+        if (!tail) prefetch(plane - lane * 4, a.prefetch_steps * 128, lane);
     }
+    const u32* book = book_tables(a);
+    stage_table(pairs, book + TABLE_PAIRS, PAIRS_WORDS);
+    stage_table(singles, book + TABLE_SINGLES, SINGLES_WORDS);
+    stage_wait();
+    __syncthreads();
+    if (!active) return;
+
+    const u32 kind = state >> 24;
+    u32 coded = kind == STATE_CODED ? steps : kind & STATE_SPILLED ? min(kind & 0x7fu, steps) : 0u;
+    if (capacity < 64) coded = 0;
     PooledDecoder decoder;
     if (coded) decoder.init(slot, capacity, lane);
     u32 step0 = 0;
     if (!tail) {
 #pragma unroll 1
         for (; step0 + CHUNK_STEPS <= coded; step0 += CHUNK_STEPS) {
-            if (step0 % PREFETCH_STEPS == 0 && step0 + PREFETCH_STEPS < STEPS)
-                prefetch(plane - lane * 4 + (step0 + PREFETCH_STEPS) * 128, PREFETCH_STEPS * 128, lane);
+            if (prefetch_is_due(a, step0))
+                prefetch(plane - lane * 4 + (step0 + a.prefetch_steps) * 128, a.prefetch_steps * 128, lane);
             // On their way while the streams are decoded.
             u32 sf[CHUNK_STEPS];
 #pragma unroll
             for (int k = 0; k < CHUNK_STEPS; k++)
-                sf[k] = __ldcs((const u32*)(plane + (step0 + k) * 128));
+                sf[k] = *(const u32*)(plane + (step0 + k) * 128);
 #pragma unroll
             for (int k = 0; k < CHUNK_STEPS; k += 2) {
                 u32 x[4];
@@ -83,18 +95,4 @@ __device__ __forceinline__ void decode_group(const Args& a, const u32* pairs, u3
         }
     }
     if (step0 < steps) decode_rest(a, decoder, singles, my_shift, group, lane, step0, coded, steps, state);
-    __syncwarp();
-}
-
-extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_decode(const __grid_constant__ Args a) {
-    extern __shared__ uint4 shared[];
-    u32* pairs = (u32*)shared;
-    const u32* book = book_tables(a);
-    stage_table(pairs, book + TABLE_PAIRS, PAIRS_WORDS);
-    stage_table(pairs + PAIRS_WORDS, book + TABLE_SINGLES, SINGLES_WORDS);
-    stage_wait();
-    __syncthreads();
-    const u32 warp = warp_number();
-    FOR_GROUPS_OF_WARP(a, warp)
-    decode_group(a, pairs, pairs + PAIRS_WORDS + SINGLES_WORDS + warp * a.capacity, group, threadIdx.x % 32);
 }

@@ -72,20 +72,42 @@ struct Span {
     }
 };
 
-__device__ __forceinline__ void encode_group(const Args& a, const EncodeTables& tables, u32* slot, u32 group,
-                                             u32 lane) {
-    const bool tail = group >= a.full_groups;
+// Tables of the book to use. Where candidates are given every block chooses among them by itself, which takes less time
+// than a launch of its own if blocks are few; the first one writes the header.
+__device__ __forceinline__ const u32* encode_book(const Args& a) {
+    if (a.book != NO_CHUNK || !a.candidates) return book_tables(a);
+    __shared__ u32 totals[MOST_BOOKS], book;
+    select_pooled(a, totals, book);
+    if (blockIdx.x == 0 && a.first_group == 0 && threadIdx.x < 4)
+        ((u32*)a.payload)[threadIdx.x] = header_word(a, threadIdx.x, book, 0);
+    return a.tables + (size_t)book * TABLE_WORDS;
+}
+
+extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_encode(const __grid_constant__ Args a) {
+    extern __shared__ uint4 shared[];
+    u32* table = (u32*)shared;
+    const u32 warp = warp_number(), lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * warps() + warp;
+    const bool active = group < a.end_group, tail = group >= a.full_groups;
     const u64 start = quad_index(group, 0, lane);
+    const u8* first_value = (const u8*)a.dense + (start - lane * 4) * VALUE_BYTES;
     // Two spans take turns: each is loaded while the other is coded. One buffer that is copied would not do, as the
     // compiler waits for a load where it copies.
     Span even, odd;
-    if (!tail) even.load(a, start);
+    if (active && !tail) {
+        even.load(a, start);
+        prefetch(first_value, a.prefetch_steps * 128 * VALUE_BYTES, lane);
+    }
+    const EncodeTables tables = stage_encode_tables(table, encode_book(a));
+    stage_wait();
+    __syncthreads();
+    if (!active) return;
     if (group == 0) begin_payload(a, lane);
     const u32 capacity = tail ? a.tail_capacity : a.capacity;
     const u32 old_chunk = a.fresh ? NO_CHUNK : held_chunk(a, group);
     const int credits = a.reserve && old_chunk == NO_CHUNK ? (DTYPE == 4 ? 3 : 1) : 0;
     if (!reserve_for_warp(a.arena, credits, lane)) return;
 
+    u32* slot = table + ENCODE_TABLE_WORDS + warp * a.capacity;
     GroupCoder g;
     g.init(a, tables, slot, capacity, group, lane);
     g.spill.init(old_chunk, credits);
@@ -96,9 +118,9 @@ __device__ __forceinline__ void encode_group(const Args& a, const EncodeTables& 
 #pragma unroll 1
         for (u32 step = 0; step < STEPS; step += 4) {
             const u64 i = start + step * 128;
-            if (step % PREFETCH_STEPS == 0 && step + PREFETCH_STEPS < STEPS)
-                prefetch((const u8*)a.dense + (i - lane * 4 + PREFETCH_STEPS * 128) * VALUE_BYTES,
-                         PREFETCH_STEPS * 128 * VALUE_BYTES, lane);
+            if (prefetch_is_due(a, step))
+                prefetch(first_value + (step + a.prefetch_steps) * (128 * VALUE_BYTES),
+                         a.prefetch_steps * 128 * VALUE_BYTES, lane);
             odd.load(a, i + 256);
             low_bits |= even.encode(a, i, g, step);
             if (step + 4 < STEPS) even.load(a, i + 512);
@@ -110,16 +132,4 @@ __device__ __forceinline__ void encode_group(const Args& a, const EncodeTables& 
     __syncwarp();
     store_slot(a.payload + slot_offset(a, group), slot, capacity, lane);
     g.commit(state);
-    __syncwarp();
-}
-
-extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_encode(const __grid_constant__ Args a) {
-    extern __shared__ uint4 shared[];
-    u32* table = (u32*)shared;
-    const EncodeTables tables = stage_encode_tables(table, book_tables(a));
-    stage_wait();
-    __syncthreads();
-    const u32 warp = warp_number(), group = a.first_group + blockIdx.x * WARPS + warp;
-    if (group >= a.end_group) return;
-    encode_group(a, tables, table + ENCODE_TABLE_WORDS + warp * a.capacity, group, threadIdx.x % 32);
 }

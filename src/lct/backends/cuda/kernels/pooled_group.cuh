@@ -20,33 +20,55 @@ struct GroupCoder {
         encoder.init(slot, capacity, lane);
     }
 
-    // Steps `step`, which is even, and the next one.
-    __device__ __forceinline__ void span(u32 step, uint2 a, uint2 b) {
-        u32 shift = span_shift(a, b), rotate = rotation(tables.origin, shift);
-        u32 r[4] = {a.x + rotate, a.y + rotate, b.x + rotate, b.y + rotate}, q[4];
+    // How two steps would be coded on the fast path.
+    struct Plan {
+        u32 shift, q[4], outside, length_a, length_b, asking, count;
+        bool need, unfit;
+    };
+
+    // Plan two steps. True in lanes that do not take the fast path.
+    __device__ __forceinline__ bool plan(uint2 a, uint2 b, Plan& p) const {
+        p.shift = span_shift(a, b);
+        u32 rotate = rotation(tables.origin, p.shift);
+        u32 r[4] = {a.x + rotate, a.y + rotate, b.x + rotate, b.y + rotate};
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            q[i] = *(const u32*)((const u8*)tables.pairs + pair_offset(r[i]));
-        u32 length_a = q[0] + q[1], length_b = q[2] + q[3];
-        u32 outside = ((r[0] | r[1] | r[2]) | r[3]) & OUTSIDE_WINDOW;
-        bool need = encoder.count >= 32;
-        u32 asking = __ballot_sync(FULL_WARP, need);
-        u32 count = encoder.count - (need ? 32 : 0) + (length_a + length_b & 127u);
-        bool unfit = encoder.handed + __popc(asking) > encoder.limit || shift_is_near_zero(shift);
-        // SLOW entries and quads of 32 bits show in bits 5 to 7 of a sum of lengths; lanes that pass 64 ask once more.
-        u32 slow = outside | (length_a | length_b) & 0xe0u;
-        if (UNLIKELY(__any_sync(FULL_WARP, slow || count > 64 || unfit || !differs))) {
+            p.q[i] = *(const u32*)((const u8*)tables.pairs + pair_offset(r[i]));
+        p.length_a = p.q[0] + p.q[1];
+        p.length_b = p.q[2] + p.q[3];
+        p.outside = ((r[0] | r[1] | r[2]) | r[3]) & OUTSIDE_WINDOW;
+        p.need = encoder.count >= 32;
+        p.asking = __ballot_sync(FULL_WARP, p.need);
+        p.count = encoder.count - (p.need ? 32 : 0) + (p.length_a + p.length_b & 127u);
+        p.unfit = encoder.handed + __popc(p.asking) > encoder.limit || shift_is_near_zero(p.shift);
+        return is_slow(p) || p.unfit || !differs;
+    }
+    // SLOW entries and quads of 32 bits show in bits 5 to 7 of a sum of lengths; lanes that pass 64 would ask again.
+    __device__ __forceinline__ static bool is_slow(const Plan& p) {
+        return (p.outside | (p.length_a | p.length_b) & 0xe0u) || p.count > 64;
+    }
+
+    // Code steps `step`, which is even, and `step` + 1 as planned; `rare`: where `plan` was true in some lane.
+    __device__ __forceinline__ void code(u32 step, uint2 a, uint2 b, const Plan& p, bool rare) {
+        if (UNLIKELY(rare)) {
             note_differences(step, a, b, 2);
-            if (__any_sync(FULL_WARP, slow || count > 64 || unfit)) {
+            if (__any_sync(FULL_WARP, is_slow(p) || p.unfit)) {
+                u32 shift = p.shift;
                 if (__any_sync(FULL_WARP, has_zero(a) || has_zero(b))) shift = span_shift_zeros(a, b);
                 return slow_span(step, a, b, 2, shift);
             }
         }
-        encoder.ask(need, asking);
-        encoder.append(quad_code(q[0], q[1]), length_a);
-        encoder.append(quad_code(q[2], q[3]), length_b);
-        encoder.count = count;
-        my_shift = lane == step / 2 ? shift : my_shift;
+        encoder.ask(p.need, p.asking);
+        encoder.append(quad_code(p.q[0], p.q[1]), p.length_a);
+        encoder.append(quad_code(p.q[2], p.q[3]), p.length_b);
+        encoder.count = p.count;
+        my_shift = lane == step / 2 ? p.shift : my_shift;
+    }
+
+    __device__ __forceinline__ void span(u32 step, uint2 a, uint2 b) {
+        Plan p;
+        bool rare = __any_sync(FULL_WARP, plan(a, b, p));
+        code(step, a, b, p, rare);
     }
 
     // The same for a span of any kind, and for the last step of a tail (`steps` is 1 and `b` zero then).

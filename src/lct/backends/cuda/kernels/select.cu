@@ -1,80 +1,27 @@
 // Choose the book (and, for fixed streams, the shift) of a tensor from a sample and write the payload's
 // header (docs/format.md, section 5). One block of 1,024 threads: the sample is at most 8,192 values.
 #define THREADS        (WARPS * 32)
-#define SAMPLED_SPANS  32
 #define SAMPLED_VALUES 4096
 #define SYMBOLS        257
-#if POOLED && SAMPLED_SPANS > WARPS
-#error "one warp a span"
-#endif
 
-__device__ __forceinline__ u64 sample_start(u64 k, u64 samples, u64 total) {
-    if (total <= samples) return k;
-    u64 first = k * total / samples, end = (k + 1) * total / samples;
-    u32 jitter = ((u32)(k + 1) * 2654435761u) >> 8;
-    return first + jitter % (end - first);
-}
-
-extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book(const __grid_constant__ Args a) {
-    __shared__ u64 best;
-    const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
 #if POOLED
-    __shared__ u32 totals[16];
-    if (thread < 16) totals[thread] = 0;
+extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book(const __grid_constant__ Args a) {
+    __shared__ u32 totals[MOST_BOOKS], book;
+    select_pooled(a, totals, book);
+    if (threadIdx.x < 4) ((u32*)a.payload)[threadIdx.x] = header_word(a, threadIdx.x, book, 0);
+}
 #else
+extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book(const __grid_constant__ Args a) {
     __shared__ u32 counts[SYMBOLS + 3], occurring[256], num_occurring;
-    if (thread == 0) num_occurring = 0;
+    __shared__ u64 best;
+    const u32 thread = threadIdx.x, lane = thread % 32;
     for (u32 i = thread; i < SYMBOLS; i += THREADS)
         counts[i] = 0;
-#endif
-    if (thread == 0) best = ~0ull;
-    __syncthreads();
-#if POOLED
-    // Warp k adds up what its span costs with each book: 16 books at once, a byte each.
-    const uint4* costs = (const uint4*)(a.tables + (size_t)NUM_BOOKS * TABLE_WORDS);
-    const u64 spans = (a.num_values + 255) / 256;
-    const u32 samples = spans < SAMPLED_SPANS ? (u32)spans : SAMPLED_SPANS;
-    if (warp < samples) {
-        u64 start = sample_start(warp, SAMPLED_SPANS, spans) * 256;
-        u32 e[8], sum = 0, nonzero = 0;
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            u64 i = start + j * 32 + lane;
-            e[j] = i < a.num_values ? (word_of(dense_at(a.dense, i)) >> 7) & 255u : 256u;
-        }
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            sum += e[j] & 255u;
-            nonzero += e[j] > 0 && e[j] < 256u;
-        }
-        sum = __reduce_add_sync(FULL_WARP, sum);
-        nonzero = __reduce_add_sync(FULL_WARP, nonzero);
-        u32 shift = nonzero ? (sum + nonzero / 2) / nonzero : 0u;
-        u32 bits[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            uint4 row = costs[symbol_of(e[j] & 255u, shift)];
-            bool counts = e[j] < 256u;  // positions past the end do not
-            bits[0] += counts ? row.x : 0u;  // at most 16 bits a value: 8 values do not carry
-            bits[1] += counts ? row.y : 0u;
-            bits[2] += counts ? row.z : 0u;
-            bits[3] += counts ? row.w : 0u;
-        }
-        u32 mine = 0;  // lane k of the first 8: books 4 (k / 2) + k % 2 and, 16 bits higher, that + 2
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            u32 both = __reduce_add_sync(FULL_WARP, bits[k / 2] >> (8 * (k & 1)) & 0x00ff00ffu);
-            mine = lane == k ? both : mine;
-        }
-        if (lane < 8) {
-            u32 book = lane / 2 * 4 + (lane & 1);
-            atomicAdd(&totals[book], mine & 0xffffu);
-            atomicAdd(&totals[book + 2], mine >> 16);
-        }
+    if (thread == 0) {
+        best = ~0ull;
+        num_occurring = 0;
     }
     __syncthreads();
-    if (thread < 16 && a.candidates >> thread & 1u) atomicMin(&best, (u64)totals[thread] << 16 | thread << 8);
-#else
     u32 samples = a.num_values < SAMPLED_VALUES ? (u32)a.num_values : SAMPLED_VALUES;
     for (u32 k = thread; k < samples; k += THREADS) {
         u64 i = sample_start(k, SAMPLED_VALUES, a.num_values);
@@ -89,10 +36,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book
         if (!(a.candidates >> book & 1u)) continue;
         const u32* cost = a.tables + (size_t)book * TABLE_WORDS + TABLE_COST;
         u32 total = 0;
-        for (u32 k = 0; k < num_occurring; k++) {
-            u32 e = occurring[k] & 255u;
-            total += (occurring[k] >> 8) * cost[e ? (e - shift + 128u) & 255u : 256u];
-        }
+        for (u32 k = 0; k < num_occurring; k++)
+            total += (occurring[k] >> 8) * cost[symbol_of(occurring[k] & 255u, shift)];
         // One candidate a warp: atomics of 64 bits on one word would take the time of the search.
         u64 candidate = (u64)total << 16 | book << 8 | shift;
         for (int d = 16; d; d >>= 1) {
@@ -101,13 +46,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book
         }
         if (lane == 0) atomicMin(&best, candidate);
     }
-#endif
     __syncthreads();
-    if (thread < 4) {
-        u32 word = a.header[thread];
-        u32 book = (u32)(best >> 8) & 255u, chosen_shift = (u32)best & 255u;
-        if (thread == 0) word = (word & 0x00ffffffu) | book << 24;
-        if (thread == 1) word = (word & 0xffffff00u) | chosen_shift;
-        ((u32*)a.payload)[thread] = word;
-    }
+    if (thread < 4) ((u32*)a.payload)[thread] = header_word(a, thread, (u32)(best >> 8) & 255u, (u32)best & 255u);
 }
+#endif

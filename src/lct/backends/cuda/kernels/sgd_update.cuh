@@ -7,7 +7,7 @@ struct StepArgs {
     void* grad;
     const float* grad_scale;                            // or null; ROUNDING 1 only
     const float* found_inf;                             // or null: a value other than 0 skips the step
-    double lr, momentum, dampening_left, weight_decay;  // dampening_left = 1 - dampening
+    float lr, momentum, dampening_left, weight_decay;  // dampening_left = 1 - dampening
 };
 
 // Options are compile-time constants: as run-time flags they cost a third of the arithmetic.
@@ -15,10 +15,10 @@ struct Update {
     float lr, momentum, dampening_left, weight_decay, scale;
 
     __device__ __forceinline__ Update(const StepArgs& s)
-        : lr(-(float)s.lr),
-          momentum((float)s.momentum),
-          dampening_left((float)s.dampening_left),
-          weight_decay((float)s.weight_decay),
+        : lr(-s.lr),
+          momentum(s.momentum),
+          dampening_left(s.dampening_left),
+          weight_decay(s.weight_decay),
           scale(s.grad_scale ? *s.grad_scale : 1.0f) {}
 
     // Two values, packed: parameter and buffer are replaced.

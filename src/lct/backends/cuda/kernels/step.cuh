@@ -19,12 +19,12 @@ struct OldGroup {
 
     // Start fetching the old slot into `slot`; `begin` follows once it is there.
     __device__ __forceinline__ void fetch(const Args& a, u32* slot, u32 group, u32 lane, u32 steps, u32 capacity) {
+        stage_slot((const u8*)slot_in_payload(a, group), slot, capacity, lane);
         state = ((const u32*)(a.payload + a.meta_offset))[group];
         u32 kind = state >> 24;
         coded = kind == STATE_CODED ? steps : kind & STATE_SPILLED ? min(kind & 0x7fu, steps) : 0u;
         if (capacity < 64) coded = 0;
         my_shift = a.payload[a.lane_offset + (u64)group * 32 + lane];
-        if (coded) stage_slot((const u8*)slot_in_payload(a, group), slot, capacity, lane);
     }
     __device__ __forceinline__ void begin(const u32* tables, const u32* slot, u32 capacity, u32 lane) {
         pairs = tables;
@@ -32,12 +32,8 @@ struct OldGroup {
         if (coded) decoder.init(slot, capacity, lane);
     }
 
-    // Exponents of the lane's eight values of two steps, at bits 7..14 and 23..30; both steps are coded.
-    __device__ __forceinline__ void span(u32 step, u32 (&x)[4]) {
-        decoder.span(pairs, singles, __shfl_sync(FULL_WARP, my_shift, step / 2), x);
-    }
-
-    // The same for steps of any kind: constant, or spilled from some step on.
+    // Exponents of the lane's eight values of two steps of any kind, at bits 7..14 and 23..30: coded, constant, or
+    // spilled from some step on.
     __device__ __forceinline__ void any_span(const Args& a, u32 step, u32 steps, u32 lane, u32 (&x)[4]) {
         u32 shift = __shfl_sync(FULL_WARP, my_shift, step / 2);
         u32 bytes[2] = {(state & 255u) * 0x01010101u, (state & 255u) * 0x01010101u};
@@ -54,17 +50,17 @@ struct OldGroup {
         }
         if (step < coded) {
             decoder.ask();
-            decoder.slow_steps(singles, min(coded - step, 2u), shift, x);
+            decoder.slow_steps(singles, 0, min(coded - step, 2u), shift, x);
         }
     }
 };
 
-// A warp's group of every tensor, and where the lane's values of its next span lie.
+// A warp's group of every tensor.
 struct GroupStep {
     OldGroup old[TENSORS];
     GroupCoder coder[TENSORS];
-    u8* plane[TENSORS];
-    const u16* grad;
+    u8* plane[TENSORS];  // of the group: the same in all lanes, so that addresses take few registers
+    const u8* grad;
 
     // Values of two steps: join, update, store sign-fraction bytes. Exponents in `x` are replaced by the new ones.
     template <class Store>
@@ -89,38 +85,54 @@ struct GroupStep {
         }
     }
 
-    // All of a full group whose old values are coded throughout.
-    __device__ __forceinline__ void coded_steps(const Update& change, u32 lane) {
+    // All of a full group whose old values are coded throughout. The tensors' streams are decoded, and later coded,
+    // side by side: each is a chain of look-ups that wait for one another.
+    __device__ __forceinline__ void coded_steps(const StepArgs& s, const Update& change, u32 lane) {
 #pragma unroll 1
         for (u32 step = 0; step < STEPS; step += 2) {
-            if (step % PREFETCH_STEPS == 0 && step + PREFETCH_STEPS < STEPS) {
-#pragma unroll
-                for (int t = 0; t < TENSORS; t++)
-                    prefetch(plane[t] - lane * 4 + PREFETCH_STEPS * 128, PREFETCH_STEPS * 128, lane);
-                prefetch(grad - lane * 4 + PREFETCH_STEPS * 128, PREFETCH_STEPS * 256, lane);
-            }
+            const u32 at = step * 128 + lane * 4;
+            if (prefetch_is_due(s.tensors[0], step)) prefetch_piece(s, step + s.tensors[0].prefetch_steps, lane);
             // On their way from L2 while the streams are decoded.
-            u32 sf[TENSORS][2], x[TENSORS][4];
+            u32 sf[TENSORS][2], x[TENSORS][4], e[TENSORS][4], next[TENSORS];
             uint2 g[2];
 #pragma unroll
             for (int k = 0; k < 2; k++) {
 #pragma unroll
                 for (int t = 0; t < TENSORS; t++)
-                    sf[t][k] = *(const u32*)(plane[t] + k * 128);
-                g[k] = __ldcs((const uint2*)(grad + k * 128));
+                    sf[t][k] = *(const u32*)(plane[t] + at + k * 128);
+                g[k] = *(const uint2*)(grad + 2 * at + k * 256);
             }
+            bool rare = false;
 #pragma unroll
             for (int t = 0; t < TENSORS; t++)
-                old[t].span(step, x[t]);
-            update(change, sf, g, x,
-                   [&](int t, int k, uint2& v) { *(u32*)(plane[t] + k * 128) = sign_fractions4(v); });
+                rare |= old[t].decoder.look(old[t].pairs, e[t], next[t]);
+            rare = __any_sync(FULL_WARP, rare);
 #pragma unroll
             for (int t = 0; t < TENSORS; t++) {
-                coder[t].span(step, make_uint2(x[t][0], x[t][1]), make_uint2(x[t][2], x[t][3]));
-                plane[t] += 256;
+                u32 shift = __shfl_sync(FULL_WARP, old[t].my_shift, step / 2);
+                old[t].decoder.take(old[t].singles, e[t], next[t], rare, shift, x[t]);
             }
-            grad += 256;
+            update(change, sf, g, x,
+                   [&](int t, int k, uint2& v) { *(u32*)(plane[t] + at + k * 128) = sign_fractions4(v); });
+            GroupCoder::Plan plans[TENSORS];
+            rare = false;
+#pragma unroll
+            for (int t = 0; t < TENSORS; t++)
+                rare |= coder[t].plan(make_uint2(x[t][0], x[t][1]), make_uint2(x[t][2], x[t][3]), plans[t]);
+            rare = __any_sync(FULL_WARP, rare);
+#pragma unroll
+            for (int t = 0; t < TENSORS; t++)
+                coder[t].code(step, make_uint2(x[t][0], x[t][1]), make_uint2(x[t][2], x[t][3]), plans[t], rare);
         }
+    }
+
+    // Bring into L2 what is read from step `from` on, as many steps as are fetched at a time.
+    __device__ __forceinline__ void prefetch_piece(const StepArgs& s, u32 from, u32 lane) const {
+        const u32 steps = s.tensors[0].prefetch_steps;
+#pragma unroll
+        for (int t = 0; t < TENSORS; t++)
+            prefetch(plane[t] + from * 128, steps * 128, lane);
+        prefetch(grad + from * 256, steps * 256, lane);
     }
 
     // A group of any kind, `steps` long; `start`: the lane's first value.
@@ -139,7 +151,7 @@ struct GroupStep {
                 keep[k] = make_uint2((u32)mask, (u32)(mask >> 32));
 #pragma unroll
                 for (int t = 0; t < TENSORS; t++)
-                    sf[t][k] = inside ? *(const u32*)(plane[t] + (step + k) * 128) : 0u;
+                    sf[t][k] = inside ? *(const u32*)(plane[t] + (step + k) * 128 + lane * 4) : 0u;
                 uint4 v = inside ? load_dense_guarded(s.grad, i, n) : make_uint4(0, 0, 0, 0);
                 g[k] = make_uint2(v.x, v.y);
             }
@@ -149,7 +161,7 @@ struct GroupStep {
             // Past the end stays +0, whatever the update makes of it.
             update(change, sf, g, x, [&](int t, int k, uint2& v) {
                 v = make_uint2(v.x & keep[k].x, v.y & keep[k].y);
-                if (keep[k].x) *(u32*)(plane[t] + (step + k) * 128) = sign_fractions4(v);
+                if (keep[k].x) *(u32*)(plane[t] + (step + k) * 128 + lane * 4) = sign_fractions4(v);
             });
 #pragma unroll
             for (int t = 0; t < TENSORS; t++)
@@ -158,61 +170,29 @@ struct GroupStep {
     }
 };
 
-__device__ __forceinline__ void step_group(const StepArgs& s, const u32* tables, const EncodeTables (&encode)[TENSORS],
-                                           u32 warp, u32 group, u32 lane) {
-    const Args& all = s.tensors[0];  // what is the same for every tensor
-    const bool tail = group >= all.full_groups;
-    const u32 steps = tail ? all.tail_steps : STEPS;
-    GroupStep g;
-    u32 *slots[TENSORS], *next_slots = (u32*)tables + TENSORS * STEP_TABLE_WORDS;
-#pragma unroll
-    for (int t = 0; t < TENSORS; t++) {
-        const Args& a = s.tensors[t];
-        slots[t] = next_slots + warp * a.capacity;
-        next_slots += WARPS * a.capacity;
-        g.old[t].fetch(a, slots[t], group, lane, steps, tail ? a.tail_capacity : a.capacity);
-    }
-    u32 chunk[TENSORS];
-    int credits = 0;
-#pragma unroll
-    for (int t = 0; t < TENSORS; t++) {
-        chunk[t] = held_chunk(s.tensors[t], group);
-        credits += all.reserve && chunk[t] == NO_CHUNK;
-    }
-    const bool admitted = reserve_for_warp(all.arena, credits, lane);
-    stage_wait();
-    __syncwarp();
-    if (!admitted) return;
-    const u64 start = quad_index(group, 0, lane);
-    bool coded = !tail;
-#pragma unroll
-    for (int t = 0; t < TENSORS; t++) {
-        const Args& a = s.tensors[t];
-        const u32 capacity = tail ? a.tail_capacity : a.capacity;
-        g.plane[t] = a.payload + a.sign_fraction_offset + start;
-        g.old[t].begin(tables + t * STEP_TABLE_WORDS, slots[t], capacity, lane);
-        g.coder[t].init(a, encode[t], (u32*)(a.payload + slot_offset(a, group)), capacity, group, lane);
-        g.coder[t].spill.init(chunk[t], all.reserve && chunk[t] == NO_CHUNK);
-        coded = coded && g.old[t].coded == STEPS;
-    }
-    g.grad = (const u16*)s.grad + start;
-
-    const Update change(s);
-    if (coded)
-        g.coded_steps(change, lane);
-    else
-        g.any_steps(s, change, start, steps, lane);
-#pragma unroll
-    for (int t = 0; t < TENSORS; t++)
-        g.coder[t].commit(g.coder[t].close());
-    __syncwarp();
-}
-
 __device__ __forceinline__ void run_step(const StepArgs& s) {
     extern __shared__ uint4 shared[];
     if (s.found_inf && *s.found_inf == 1.0f) return;
     u32* tables = (u32*)shared;
+    const Args& all = s.tensors[0];  // what is the same for every tensor
+    const u32 warp = warp_number(), lane = threadIdx.x % 32, group = all.first_group + blockIdx.x * warps() + warp;
+    const bool active = group < all.end_group, tail = group >= all.full_groups;
+    const u32 steps = tail ? all.tail_steps : STEPS;
+    const u64 start = quad_index(group, 0, lane);
+    GroupStep g;
     EncodeTables encode[TENSORS];
+    u32 *slots[TENSORS], *next_slots = tables + TENSORS * STEP_TABLE_WORDS;
+    // All that does not wait for the books comes before them.
+#pragma unroll
+    for (int t = 0; t < TENSORS; t++) {
+        const Args& a = s.tensors[t];
+        slots[t] = next_slots + warp * a.capacity;
+        next_slots += warps() * a.capacity;
+        g.plane[t] = a.payload + a.sign_fraction_offset + (u64)group * GROUP_VALUES;
+        if (active) g.old[t].fetch(a, slots[t], group, lane, steps, tail ? a.tail_capacity : a.capacity);
+    }
+    g.grad = (const u8*)s.grad + (u64)group * (2 * GROUP_VALUES);
+    if (active && !tail) g.prefetch_piece(s, 0, lane);
 #pragma unroll
     for (int t = 0; t < TENSORS; t++) {
         u32* own = tables + t * STEP_TABLE_WORDS;
@@ -223,6 +203,34 @@ __device__ __forceinline__ void run_step(const StepArgs& s) {
     }
     stage_wait();
     __syncthreads();
-    const u32 warp = warp_number(), group = s.tensors[0].first_group + blockIdx.x * WARPS + warp;
-    if (group < s.tensors[0].end_group) step_group(s, tables, encode, warp, group, threadIdx.x % 32);
+    if (!active) return;
+
+    u32 chunk[TENSORS];
+    int credits = 0;
+#pragma unroll
+    for (int t = 0; t < TENSORS; t++) {
+        chunk[t] = held_chunk(s.tensors[t], group);
+        credits += all.reserve && chunk[t] == NO_CHUNK;
+    }
+    if (!reserve_for_warp(all.arena, credits, lane)) return;
+    bool coded = !tail;
+#pragma unroll
+    for (int t = 0; t < TENSORS; t++) {
+        const Args& a = s.tensors[t];
+        const u32 capacity = tail ? a.tail_capacity : a.capacity;
+        g.old[t].begin(tables + t * STEP_TABLE_WORDS, slots[t], capacity, lane);
+        g.coder[t].init(a, encode[t], (u32*)(a.payload + slot_offset(a, group)), capacity, group, lane);
+        g.coder[t].spill.init(chunk[t], all.reserve && chunk[t] == NO_CHUNK);
+        coded = coded && g.old[t].coded == STEPS;
+    }
+    __syncwarp();
+
+    const Update change(s);
+    if (coded)
+        g.coded_steps(s, change, lane);
+    else
+        g.any_steps(s, change, start, steps, lane);
+#pragma unroll
+    for (int t = 0; t < TENSORS; t++)
+        g.coder[t].commit(g.coder[t].close());
 }
