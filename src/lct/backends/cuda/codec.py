@@ -150,11 +150,9 @@ def encode(
             args.header[1] |= shift
         else:
             args.candidates = sum(1 << b for b in candidates)
+            jit.launch(jit.load("select_book", preset, dtype, device), args, 1, 0, stream)
         entry = "pooled_encode" if preset.pooled else "fixed_encode"
         kernel = jit.load(entry, preset, dtype, device)
-        if args.candidates and not (preset.pooled and kernel.fits_at_once(layout.num_groups)):
-            jit.launch(jit.load("select_book", preset, dtype, device), args, 1, 0, stream)
-            args.candidates = 0  # chosen: the kernel finds the book in the header
         words = layout.capacity_words * (1 if preset.pooled else LANES)
         memory = SharedMemory(ENCODE_TABLE_BYTES, words * WORD_BYTES)
         launch_with_credit(
@@ -179,7 +177,6 @@ def launch_groups(
 ) -> None:
     """Launch over the groups that ``groups``, a part of ``args``, names."""
     grid = kernel.grid(groups.end_group - groups.first_group)
-    groups.prefetch_steps = grid.prefetch_steps
     shared_bytes = memory.tables + grid.warps * memory.warp
     jit.launch(kernel, args, grid.blocks, shared_bytes, stream, warps=grid.warps)
 
@@ -238,10 +235,11 @@ def decode(payload: torch.Tensor, layout: PayloadLayout, out: torch.Tensor) -> t
         args.tables = jit.device_tables(device).data_ptr()
         args.arena = arenas.of(device).pointer
         pooled = layout.preset.pooled
+        table_words = jit.SINGLES_WORDS + (jit.PAIRS_WORDS if pooled else 0)
         entry = "pooled_decode" if pooled else "fixed_decode"
         kernel = jit.load(entry, layout.preset, layout.dtype, device)
         words = layout.capacity_words * (1 if pooled else LANES)
-        memory = SharedMemory(DECODE_TABLE_BYTES, words * WORD_BYTES)
+        memory = SharedMemory(table_words * WORD_BYTES, words * WORD_BYTES)
         launch_groups(kernel, args, args, memory, current_stream(device))
         if target is not out:
             out.copy_(target)

@@ -70,11 +70,7 @@ _SGD_OPTIONS = ("ROUNDING", "NESTEROV", "MAXIMIZE", "DECAY", "SCALED")
 KERNELS: dict[str, Kernel] = {
     row.entry: row
     for row in (
-        Kernel(
-            "pooled_encode",
-            (*_POOLED, "select.cuh", "pooled_group.cuh", "pooled_encode.cu"),
-            True,
-        ),
+        Kernel("pooled_encode", (*_POOLED, "pooled_group.cuh", "pooled_encode.cu"), True),
         Kernel("pooled_decode", (*_POOLED, "pooled_decode.cu"), True),
         Kernel("pooled_needs", ("common.cuh", "pooled.cuh", "pooled_needs.cu"), True),
         Kernel("fixed_encode", (*_POOLED, "fixed.cuh", "fixed_encode.cu"), False),
@@ -86,7 +82,7 @@ KERNELS: dict[str, Kernel] = {
             ("POOLED", "STEPS", "GROUPS_PER_BLOCK"),
             _SGD_OPTIONS,
         ),
-        Kernel("select_book", ("common.cuh", "select.cuh", "select.cu"), None, ("DTYPE", "POOLED")),
+        Kernel("select_book", ("common.cuh", "select.cu"), None, ("DTYPE", "POOLED")),
         Kernel("sweep_chunks", ("common.cuh", "arena.cuh", "sweep.cu"), None, ()),
         Kernel("grow_arena", ("common.cuh", "arena.cuh", "grow.cu"), None, ()),
     )
@@ -121,7 +117,6 @@ class Args(ctypes.Structure):
                 "num_groups",
                 "full_groups",
                 "tail_steps",
-                "prefetch_steps",
                 "capacity",
                 "tail_capacity",
                 "fresh",
@@ -241,11 +236,10 @@ def _cached_code(kernel: Kernel, variant: Variant, arch: str) -> bytes:
 
 
 class Grid(NamedTuple):
-    """Blocks of a launch, warps a block, and steps that a warp brings into L2 at a time."""
+    """Blocks of a launch and warps a block."""
 
     blocks: int
     warps: int
-    prefetch_steps: int
 
 
 @dataclass
@@ -260,15 +254,6 @@ class Loaded:
     shared_bytes: int = 48 * 1024
     grids: dict[int, Grid] = field(default_factory=dict)
 
-    @property
-    def resident_blocks(self) -> int:
-        """Blocks that the device holds at a time."""
-        return self.processors * self.config.measured_min_blocks
-
-    def fits_at_once(self, groups: int) -> bool:
-        """Whether all blocks of a launch over ``groups`` run at the same time."""
-        return self.grid(groups).blocks <= self.resident_blocks
-
     def grid(self, groups: int) -> Grid:
         """How to launch over ``groups``, one a warp."""
         found = self.grids.get(groups)
@@ -277,25 +262,16 @@ class Loaded:
         return found
 
     def _make_grid(self, groups: int) -> Grid:
-        warps, steps = self.warps, self.config.prefetch_steps
-        if self.config.bytes_a_step and groups <= 2 * self.resident_blocks * warps:
+        warps = self.warps
+        if self.config.any_warps and groups <= 2 * self.processors * self.config.groups_at_once:
             # Few blocks: all multiprocessors get the same share.
             def groups_of_fullest(w: int) -> int:
                 return -(-(-(-groups // w)) // self.processors) * w
 
             warps = min(range(self.warps, self.warps // 2 - 1, -1), key=groups_of_fullest)
-            # A few warps have little in flight each; L2 has room to bring in more at once.
-            while (
-                steps < _MAX_PREFETCH_STEPS
-                and groups * 2 * steps * self.config.bytes_a_step <= _PREFETCH_BYTES
-            ):
-                steps *= 2
-        return Grid(-(-groups // warps), warps, steps)
+        return Grid(-(-groups // warps), warps)
 
 
-# What all warps of a small launch may bring into L2 ahead of their loads: a third of an H200's.
-_PREFETCH_BYTES = 20_000_000
-_MAX_PREFETCH_STEPS = 64
 _lock = threading.Lock()
 _loaded: dict[tuple[int, str, int, int, frozenset[str]], Loaded] = {}
 

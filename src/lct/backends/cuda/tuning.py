@@ -20,16 +20,18 @@ _MEASURED_DTYPE = DTYPES["bfloat16"]
 class LaunchConfig:
     """``min_blocks``: the second argument of ``__launch_bounds__``, measured and elsewhere.
 
-    ``bytes_a_step``: what a step of a group reads ahead of use; 0 where a launch has no choice of
-    warps. ``prefetch_steps``: steps that are brought into L2 at a time where warps are many (8: 16
-    cost 6 % of a decode and an encode, 9 % of a step, on an H200).
+    ``any_warps``: a launch may take fewer warps a block, so that few blocks spread evenly.
     """
 
     warps: int
     measured_min_blocks: int = 1
     other_min_blocks: int = 1
-    bytes_a_step: int = 0
-    prefetch_steps: int = 8
+    any_warps: bool = False
+
+    @property
+    def groups_at_once(self) -> int:
+        """Warps that a multiprocessor holds, on the measured architecture."""
+        return self.warps * self.measured_min_blocks
 
     def min_blocks(self, arch: str, dtype: DType, options: frozenset[str]) -> int:
         """Blocks a multiprocessor for ``arch``, ``dtype`` and a step's options (jit.Variant)."""
@@ -39,13 +41,13 @@ class LaunchConfig:
 
 LAUNCH: dict[str, LaunchConfig] = {
     # 2^28 values: 6 blocks (80 registers) 1.20 times a copy's time, 8 blocks (64 registers) 1.13.
-    "pooled_encode": LaunchConfig(8, 3, 2, bytes_a_step=256),
-    "pooled_decode": LaunchConfig(8, 5, 4, bytes_a_step=128),
+    "pooled_encode": LaunchConfig(8, 3, 2, any_warps=True),
+    "pooled_decode": LaunchConfig(8, 5, 4, any_warps=True),
     "pooled_needs": LaunchConfig(4),
     # 2^28 values: 3 blocks (80 registers) 1.41, 4 blocks (64 registers) and a faster search 1.25.
     "fixed_encode": LaunchConfig(8, 4, 3),
     "fixed_decode": LaunchConfig(8, 6, 4),
-    "sgd_step": LaunchConfig(10, 2, 1, bytes_a_step=512),
+    "sgd_step": LaunchConfig(10, 2, 1, any_warps=True),
     "select_book": LaunchConfig(32),
     "sweep_chunks": LaunchConfig(8),
     "grow_arena": LaunchConfig(8),

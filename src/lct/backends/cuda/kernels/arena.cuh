@@ -34,14 +34,17 @@ __device__ __forceinline__ bool reserve_chunks(Arena* arena, int count) {
     return false;
 }
 
-// The same for a whole warp, in captured launches; a group without credit is counted and left as it was,
-// and so is every group after it until the host has been told (arena.py, `check`).
-__device__ __forceinline__ bool reserve_for_warp(Arena* arena, int count, u32 lane) {
-    if (!count) return true;
-    bool held = lane == 0 ? !*(volatile u32*)&arena->failed_groups && reserve_chunks(arena, count) : true;
-    held = __all_sync(FULL_WARP, held);
-    if (!held && lane == 0) atomicAdd(&arena->failed_groups, 1u);
-    return held;
+// In captured launches: credit for `chunks` a group, for all groups of the block (one a warp), by one thread; others
+// have it after the next __syncthreads. Groups of a block without credit are counted and left as they were, and so are
+// all after them until the host has been told (arena.py, `check`). One reservation a block: atomics on one word
+// come one after the other.
+__device__ __forceinline__ void reserve_for_block(const Args& a, u32 chunks, bool& admitted) {
+    if (threadIdx.x != 0) return;
+    admitted = true;
+    if (!a.reserve) return;
+    u32 groups = min(warps(), a.end_group - a.first_group - blockIdx.x * warps());
+    admitted = !*(volatile u32*)&a.arena->failed_groups && reserve_chunks(a.arena, (int)(groups * chunks));
+    if (!admitted) atomicAdd(&a.arena->failed_groups, groups);
 }
 
 __device__ __forceinline__ void return_credit(Arena* arena, int count) {
@@ -80,9 +83,10 @@ struct SpillChunk {
     u32 chunk;   // NO_CHUNK: none yet
     int credit;  // reserved and not used (captured graphs)
 
-    __device__ __forceinline__ void init(u32 old, int credits) {
+    // `chunks`: for which the block reserved credit, a group.
+    __device__ __forceinline__ void init(const Args& a, u32 old, int chunks) {
         chunk = old;
-        credit = credits;
+        credit = a.reserve ? chunks : 0;
     }
 
     // All lanes call. Outside captured graphs the host has made sure of credit (arena.py).

@@ -28,7 +28,6 @@ struct Args {
     u64 sign_fraction_offset, low_offset, lane_offset, meta_offset, tail_slot_offset, size_bytes;
     u32 first_group, end_group;  // the groups of this launch
     u32 num_groups, full_groups, tail_steps;
-    u32 prefetch_steps;  // steps whose bytes are brought into L2 at a time: a power of 2
     u32 capacity, tail_capacity;
     u32 fresh;    // 1: the payload's meta plane holds nothing yet
     u32 reserve;  // 1: take worst-case credit from the arena before writing (captured graphs)
@@ -203,9 +202,10 @@ __device__ __forceinline__ void prefetch(const void* from, u32 bytes, u32 lane) 
         asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)from + i));
 #endif
 }
-// Whether a warp at `step` fetches the next piece of its group.
-__device__ __forceinline__ bool prefetch_is_due(const Args& a, u32 step) {
-    return (step & (a.prefetch_steps - 1)) == 0 && step + a.prefetch_steps < STEPS;
+// Steps whose bytes are fetched at a time. More cost 5 to 20 % on an H200, fewer as well.
+#define PREFETCH_STEPS 8
+__device__ __forceinline__ bool prefetch_is_due(u32 step) {
+    return step % PREFETCH_STEPS == 0 && step + PREFETCH_STEPS < STEPS;
 }
 
 // Keeps a value in a register: the compiler would otherwise derive it again at each use.

@@ -1,7 +1,7 @@
 // Decode fixed streams: CLEAN, MEDIUM, HIGH (docs/format.md, sections 3, 7 and 8).
 //
 // Thread mapping: one block of threads a block of 256 streams (8 warps), one warp a group of 32 streams.
-// Shared memory (dynamic): tables of pairs and singles, then one slot a warp, fetched with cp.async.
+// Shared memory (dynamic): the table of singles, then one slot a warp, fetched with cp.async.
 
 #define CHUNK_STEPS 8
 
@@ -29,10 +29,8 @@ __device__ __forceinline__ void decode_rest(const Args& a, FixedDecoder decoder,
 
 extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_decode(const __grid_constant__ Args a) {
     extern __shared__ uint4 shared[];
-    u32* pairs = (u32*)shared;
-    u32* singles = pairs + PAIRS_WORDS;
+    u32* singles = (u32*)shared;
     const u32* book = book_tables(a);
-    stage_table(pairs, book + TABLE_PAIRS, PAIRS_WORDS);
     stage_table(singles, book + TABLE_SINGLES, SINGLES_WORDS);
     u32 warp = warp_number(), lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
     bool active = group < a.end_group, tail = group >= a.full_groups;
@@ -60,17 +58,13 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_decod
         for (int k = 0; k < CHUNK_STEPS; k++)
             sf[k] = *(const u32*)(sign_fractions + quad_index(group, step0 + k, lane));
 #pragma unroll
-        for (int k = 0; k < CHUNK_STEPS; k += 2) {
-            u32 e[4];
-            decoder.span(pairs, singles, shift, e);
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                u64 i = quad_index(group, step0 + k + j, lane);
-                Quad q;
-                q.words = join4(sf[k + j], e[2 * j], e[2 * j + 1]);
-                q.low = load_low(low, i, a.num_values);
-                store_dense(a.dense, i, merge_quad(q));
-            }
+        for (int k = 0; k < CHUNK_STEPS; k++) {
+            u64 i = quad_index(group, step0 + k, lane);
+            uint2 e = decoder.quad(singles, shift);
+            Quad q;
+            q.words = join4(sf[k], e.x, e.y);
+            q.low = load_low(low, i, a.num_values);
+            store_dense(a.dense, i, merge_quad(q));
         }
     }
 }

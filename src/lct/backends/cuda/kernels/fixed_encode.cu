@@ -90,16 +90,15 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_encod
     u32* table = (u32*)shared;
     const EncodeTables tables = stage_encode_tables(table, book_tables(a));
     const u32 shift = a.book == NO_CHUNK ? a.payload[4] : a.header[1] & 255u;
+    __shared__ bool admitted;
+    reserve_for_block(a, 1, admitted);
     stage_wait();
     __syncthreads();
     const u32 warp = warp_number(), lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
-    if (group >= a.end_group) return;
+    if (group >= a.end_group || !admitted) return;
     if (group == 0) begin_payload(a, lane);
     const bool tail = group >= a.full_groups;
     const u32 capacity = tail ? a.tail_capacity : a.capacity, steps = tail ? a.tail_steps : STEPS;
-    const u32 old_chunk = a.fresh ? NO_CHUNK : held_chunk(a, group);
-    const int credits = a.reserve && old_chunk == NO_CHUNK ? 1 : 0;
-    if (!reserve_for_warp(a.arena, credits, lane)) return;
 
     u32* slot = table + ENCODE_TABLE_WORDS + warp * a.capacity * 32;
     clear_slot(slot, capacity * 32, lane);
@@ -108,7 +107,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_encod
     g.group = group, g.lane = lane, g.shift = shift, g.rotate = rotation(tables.origin, shift);
     g.first = g.differs = 0;
     g.encoder.init(slot, capacity, lane);
-    g.spill.init(old_chunk, credits);
+    g.spill.init(a, a.fresh ? NO_CHUNK : held_chunk(a, group), 1);
     if (tail) {
         g.guarded_steps(0, steps);
     } else {

@@ -153,16 +153,15 @@ __device__ __forceinline__ EncodeTables stage_encode_tables(u32* to, const u32* 
 
 struct PooledEncoder {
     u64 bits;
-    u32 count, handed, literals, below, capacity;
+    u32 count, handed, literals, below;
     u32 limit;         // words that may be handed out beside the literals; 0 once a step did not fit
     u32 word0, word1;  // of the lane: its two words that are handed out and not yet written
     u32 coded;         // where `limit` is 0: the group spills from this step on
     u32* slot;         // in shared or global memory
 
-    __device__ __forceinline__ void init(u32* words, u32 capacity_words, u32 lane) {
+    __device__ __forceinline__ void init(u32* words, u32 capacity, u32 lane) {
         slot = words;
-        capacity = capacity_words;
-        limit = capacity_words < 64 ? 0 : capacity_words;
+        limit = capacity < 64 ? 0 : capacity;
         bits = 0;
         count = coded = literals = 0;
         word0 = lane;
@@ -190,7 +189,7 @@ struct PooledEncoder {
     }
 
     // Code one step of any kind, or nothing once a step did not fit.
-    __device__ __forceinline__ void slow_step(const u32* single, u32 step, uint2 quad, u32 shift) {
+    __device__ __forceinline__ void slow_step(const u32* single, u32 capacity, u32 step, uint2 quad, u32 shift) {
         u32 e[4] = {(quad.x >> 7) & 255u, quad.x >> 23, (quad.y >> 7) & 255u, quad.y >> 23}, mask[4];
         u32 found = 0, code = 0, length = 0;
         bool escapes[4];
@@ -227,7 +226,7 @@ struct PooledEncoder {
     }
 
     // End the streams (at most 64 bits a lane are left) and clear what nothing was written to.
-    __device__ __forceinline__ void finish(u32 lane) {
+    __device__ __forceinline__ void finish(u32 capacity, u32 lane) {
         if (capacity < 64) {  // nothing is ever coded
             for (u32 i = lane; i < capacity; i += 32)
                 slot[i] = 0;

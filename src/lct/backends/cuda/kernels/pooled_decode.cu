@@ -54,7 +54,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_deco
         stage_slot(a.payload + slot_offset(a, group), slot, capacity, lane);
         state = ((const u32*)(a.payload + a.meta_offset))[group];
         my_shift = a.payload[a.lane_offset + (u64)group * 32 + lane];
-        if (!tail) prefetch(plane - lane * 4, a.prefetch_steps * 128, lane);
+        if (!tail) prefetch(plane - lane * 4, PREFETCH_STEPS * 128, lane);
     }
     const u32* book = book_tables(a);
     stage_table(pairs, book + TABLE_PAIRS, PAIRS_WORDS);
@@ -72,8 +72,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_deco
     if (!tail) {
 #pragma unroll 1
         for (; step0 + CHUNK_STEPS <= coded; step0 += CHUNK_STEPS) {
-            if (prefetch_is_due(a, step0))
-                prefetch(plane - lane * 4 + (step0 + a.prefetch_steps) * 128, a.prefetch_steps * 128, lane);
+            if (prefetch_is_due(step0))
+                prefetch(plane - lane * 4 + (step0 + PREFETCH_STEPS) * 128, PREFETCH_STEPS * 128, lane);
             // On their way while the streams are decoded.
             u32 sf[CHUNK_STEPS];
 #pragma unroll

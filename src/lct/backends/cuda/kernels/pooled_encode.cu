@@ -40,7 +40,7 @@ __device__ __forceinline__ u32 store_wide(const Args& a, GroupCoder& g, u32 step
         *(uint2*)((step < 32 ? lower : upper) + at % 4096 * 2) = q.low;
     }
     __syncwarp();
-    clear_slot(g.encoder.slot, g.encoder.capacity, g.lane);
+    clear_slot(g.encoder.slot, g.capacity(), g.lane);
     __syncwarp();
     if (g.lane < 2) g.encoder.slot[g.lane] = g.lane ? upper_ref : lower_ref;
     g.my_shift = 0;
@@ -72,17 +72,6 @@ struct Span {
     }
 };
 
-// Tables of the book to use. Where candidates are given every block chooses among them by itself, which takes less time
-// than a launch of its own if blocks are few; the first one writes the header.
-__device__ __forceinline__ const u32* encode_book(const Args& a) {
-    if (a.book != NO_CHUNK || !a.candidates) return book_tables(a);
-    __shared__ u32 totals[MOST_BOOKS], book;
-    select_pooled(a, totals, book);
-    if (blockIdx.x == 0 && a.first_group == 0 && threadIdx.x < 4)
-        ((u32*)a.payload)[threadIdx.x] = header_word(a, threadIdx.x, book, 0);
-    return a.tables + (size_t)book * TABLE_WORDS;
-}
-
 extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_encode(const __grid_constant__ Args a) {
     extern __shared__ uint4 shared[];
     u32* table = (u32*)shared;
@@ -95,22 +84,20 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_enco
     Span even, odd;
     if (active && !tail) {
         even.load(a, start);
-        prefetch(first_value, a.prefetch_steps * 128 * VALUE_BYTES, lane);
+        prefetch(first_value, PREFETCH_STEPS * 128 * VALUE_BYTES, lane);
     }
-    const EncodeTables tables = stage_encode_tables(table, encode_book(a));
+    __shared__ bool admitted;
+    const int chunks = DTYPE == 4 ? 3 : 1;
+    reserve_for_block(a, chunks, admitted);
+    const EncodeTables tables = stage_encode_tables(table, book_tables(a));
     stage_wait();
     __syncthreads();
-    if (!active) return;
+    if (!active || !admitted) return;
     if (group == 0) begin_payload(a, lane);
-    const u32 capacity = tail ? a.tail_capacity : a.capacity;
-    const u32 old_chunk = a.fresh ? NO_CHUNK : held_chunk(a, group);
-    const int credits = a.reserve && old_chunk == NO_CHUNK ? (DTYPE == 4 ? 3 : 1) : 0;
-    if (!reserve_for_warp(a.arena, credits, lane)) return;
-
     u32* slot = table + ENCODE_TABLE_WORDS + warp * a.capacity;
     GroupCoder g;
-    g.init(a, tables, slot, capacity, group, lane);
-    g.spill.init(old_chunk, credits);
+    g.init(a, tables, slot, group, lane);
+    g.spill.init(a, a.fresh ? NO_CHUNK : held_chunk(a, group), chunks);
     u32 low_bits = 0;
     if (tail) {
         low_bits = guarded_steps(a, g, a.tail_steps);
@@ -118,9 +105,9 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_enco
 #pragma unroll 1
         for (u32 step = 0; step < STEPS; step += 4) {
             const u64 i = start + step * 128;
-            if (prefetch_is_due(a, step))
-                prefetch(first_value + (step + a.prefetch_steps) * (128 * VALUE_BYTES),
-                         a.prefetch_steps * 128 * VALUE_BYTES, lane);
+            if (prefetch_is_due(step))
+                prefetch(first_value + (step + PREFETCH_STEPS) * (128 * VALUE_BYTES),
+                         PREFETCH_STEPS * 128 * VALUE_BYTES, lane);
             odd.load(a, i + 256);
             low_bits |= even.encode(a, i, g, step);
             if (step + 4 < STEPS) even.load(a, i + 512);
@@ -130,6 +117,6 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_enco
     bool wide = DTYPE == 4 && __any_sync(FULL_WARP, low_bits);
     u32 state = wide ? store_wide(a, g, tail ? a.tail_steps : STEPS) : g.close();
     __syncwarp();
-    store_slot(a.payload + slot_offset(a, group), slot, capacity, lane);
+    store_slot(a.payload + slot_offset(a, group), slot, g.capacity(), lane);
     g.commit(state);
 }

@@ -8,16 +8,21 @@ struct GroupCoder {
     EncodeTables tables;
     PooledEncoder encoder;
     SpillChunk spill;
-    u32 group, lane, my_shift, first, differs;
+    u32 group, lane, first, differs;
+    u32 my_shift;  // of span `lane`: of the values before a step until that span is coded
 
-    __device__ __forceinline__ void init(const Args& payload, const EncodeTables& book, u32* slot, u32 capacity,
-                                         u32 group_number, u32 lane_number) {
+    __device__ __forceinline__ void init(const Args& payload, const EncodeTables& book, u32* slot, u32 group_number,
+                                         u32 lane_number, u32 old_shift = 0) {
         args = &payload;
         tables = book;
         group = group_number;
         lane = lane_number;
-        my_shift = first = differs = 0;
-        encoder.init(slot, capacity, lane);
+        my_shift = old_shift;
+        first = differs = 0;
+        encoder.init(slot, capacity(), lane);
+    }
+    __device__ __forceinline__ u32 capacity() const {
+        return group >= args->full_groups ? args->tail_capacity : args->capacity;
     }
 
     // How two steps would be coded on the fast path.
@@ -91,12 +96,12 @@ struct GroupCoder {
 #pragma unroll 1
         for (u32 odd = 0; odd < steps; odd++) {
             uint2 quad = odd ? b : a;
-            encoder.slow_step(tables.single, step + odd, quad, shift);
+            encoder.slow_step(tables.single, capacity(), step + odd, quad, shift);
             if (encoder.limit) continue;
             u8* data = spill.data(*args, group, lane);
             *(u32*)(data + (step + odd) * 128 + lane * 4) = exponent_bytes(quad);
         }
-        if (lane == step / 2 && (encoder.limit || encoder.coded > step)) my_shift = shift;
+        if (lane == step / 2) my_shift = encoder.limit || encoder.coded > step ? shift : 0u;
     }
 
   public:
@@ -104,11 +109,11 @@ struct GroupCoder {
     __device__ __forceinline__ u32 close() {
         __syncwarp();
         if (!differs) {
-            clear_slot(encoder.slot, encoder.capacity, lane);
+            clear_slot(encoder.slot, capacity(), lane);
             my_shift = 0;
             return STATE_CONSTANT << 24 | (first >> 7 & 255u);
         }
-        encoder.finish(lane);
+        encoder.finish(capacity(), lane);
         return encoder.limit ? 0u : (STATE_SPILLED | encoder.coded) << 24 | spill.chunk;
     }
 

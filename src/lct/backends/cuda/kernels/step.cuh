@@ -15,16 +15,16 @@
 struct OldGroup {
     PooledDecoder decoder;
     const u32 *pairs, *singles;
-    u32 state, coded, my_shift;
+    u32 state, coded;
 
-    // Start fetching the old slot into `slot`; `begin` follows once it is there.
-    __device__ __forceinline__ void fetch(const Args& a, u32* slot, u32 group, u32 lane, u32 steps, u32 capacity) {
+    // Start fetching the old slot into `slot`; `begin` follows once it is there. Returns the shift of span `lane`.
+    __device__ __forceinline__ u32 fetch(const Args& a, u32* slot, u32 group, u32 lane, u32 steps, u32 capacity) {
         stage_slot((const u8*)slot_in_payload(a, group), slot, capacity, lane);
         state = ((const u32*)(a.payload + a.meta_offset))[group];
         u32 kind = state >> 24;
         coded = kind == STATE_CODED ? steps : kind & STATE_SPILLED ? min(kind & 0x7fu, steps) : 0u;
         if (capacity < 64) coded = 0;
-        my_shift = a.payload[a.lane_offset + (u64)group * 32 + lane];
+        return a.payload[a.lane_offset + (u64)group * 32 + lane];
     }
     __device__ __forceinline__ void begin(const u32* tables, const u32* slot, u32 capacity, u32 lane) {
         pairs = tables;
@@ -34,8 +34,7 @@ struct OldGroup {
 
     // Exponents of the lane's eight values of two steps of any kind, at bits 7..14 and 23..30: coded, constant, or
     // spilled from some step on.
-    __device__ __forceinline__ void any_span(const Args& a, u32 step, u32 steps, u32 lane, u32 (&x)[4]) {
-        u32 shift = __shfl_sync(FULL_WARP, my_shift, step / 2);
+    __device__ __forceinline__ void any_span(const Args& a, u32 step, u32 steps, u32 lane, u32 shift, u32 (&x)[4]) {
         u32 bytes[2] = {(state & 255u) * 0x01010101u, (state & 255u) * 0x01010101u};
         if (state >> 24 != STATE_CONSTANT && coded < step + steps) {
             const u8* chunk = chunk_data(a.arena, state & REF_MASK) + step * 128 + lane * 4;
@@ -87,11 +86,11 @@ struct GroupStep {
 
     // All of a full group whose old values are coded throughout. The tensors' streams are decoded, and later coded,
     // side by side: each is a chain of look-ups that wait for one another.
-    __device__ __forceinline__ void coded_steps(const StepArgs& s, const Update& change, u32 lane) {
+    __device__ __forceinline__ void coded_steps(const Update& change, u32 lane) {
 #pragma unroll 1
         for (u32 step = 0; step < STEPS; step += 2) {
             const u32 at = step * 128 + lane * 4;
-            if (prefetch_is_due(s.tensors[0], step)) prefetch_piece(s, step + s.tensors[0].prefetch_steps, lane);
+            if (prefetch_is_due(step)) prefetch_piece(step + PREFETCH_STEPS, lane);
             // On their way from L2 while the streams are decoded.
             u32 sf[TENSORS][2], x[TENSORS][4], e[TENSORS][4], next[TENSORS];
             uint2 g[2];
@@ -109,7 +108,7 @@ struct GroupStep {
             rare = __any_sync(FULL_WARP, rare);
 #pragma unroll
             for (int t = 0; t < TENSORS; t++) {
-                u32 shift = __shfl_sync(FULL_WARP, old[t].my_shift, step / 2);
+                u32 shift = __shfl_sync(FULL_WARP, coder[t].my_shift, step / 2);
                 old[t].decoder.take(old[t].singles, e[t], next[t], rare, shift, x[t]);
             }
             update(change, sf, g, x,
@@ -126,13 +125,12 @@ struct GroupStep {
         }
     }
 
-    // Bring into L2 what is read from step `from` on, as many steps as are fetched at a time.
-    __device__ __forceinline__ void prefetch_piece(const StepArgs& s, u32 from, u32 lane) const {
-        const u32 steps = s.tensors[0].prefetch_steps;
+    // Bring into L2 what is read from step `from` on.
+    __device__ __forceinline__ void prefetch_piece(u32 from, u32 lane) const {
 #pragma unroll
         for (int t = 0; t < TENSORS; t++)
-            prefetch(plane[t] + from * 128, steps * 128, lane);
-        prefetch(grad + from * 256, steps * 256, lane);
+            prefetch(plane[t] + from * 128, PREFETCH_STEPS * 128, lane);
+        prefetch(grad + from * 256, PREFETCH_STEPS * 256, lane);
     }
 
     // A group of any kind, `steps` long; `start`: the lane's first value.
@@ -157,7 +155,8 @@ struct GroupStep {
             }
 #pragma unroll
             for (int t = 0; t < TENSORS; t++)
-                old[t].any_span(s.tensors[t], step, count, lane, x[t]);
+                old[t].any_span(s.tensors[t], step, count, lane, __shfl_sync(FULL_WARP, coder[t].my_shift, step / 2),
+                                x[t]);
             // Past the end stays +0, whatever the update makes of it.
             update(change, sf, g, x, [&](int t, int k, uint2& v) {
                 v = make_uint2(v.x & keep[k].x, v.y & keep[k].y);
@@ -181,7 +180,7 @@ __device__ __forceinline__ void run_step(const StepArgs& s) {
     const u64 start = quad_index(group, 0, lane);
     GroupStep g;
     EncodeTables encode[TENSORS];
-    u32 *slots[TENSORS], *next_slots = tables + TENSORS * STEP_TABLE_WORDS;
+    u32 old_shifts[TENSORS], *slots[TENSORS], *next_slots = tables + TENSORS * STEP_TABLE_WORDS;
     // All that does not wait for the books comes before them.
 #pragma unroll
     for (int t = 0; t < TENSORS; t++) {
@@ -189,10 +188,12 @@ __device__ __forceinline__ void run_step(const StepArgs& s) {
         slots[t] = next_slots + warp * a.capacity;
         next_slots += warps() * a.capacity;
         g.plane[t] = a.payload + a.sign_fraction_offset + (u64)group * GROUP_VALUES;
-        if (active) g.old[t].fetch(a, slots[t], group, lane, steps, tail ? a.tail_capacity : a.capacity);
+        if (active) old_shifts[t] = g.old[t].fetch(a, slots[t], group, lane, steps, tail ? a.tail_capacity : a.capacity);
     }
     g.grad = (const u8*)s.grad + (u64)group * (2 * GROUP_VALUES);
-    if (active && !tail) g.prefetch_piece(s, 0, lane);
+    if (active && !tail) g.prefetch_piece(0, lane);
+    __shared__ bool admitted;
+    reserve_for_block(all, TENSORS, admitted);
 #pragma unroll
     for (int t = 0; t < TENSORS; t++) {
         u32* own = tables + t * STEP_TABLE_WORDS;
@@ -203,31 +204,23 @@ __device__ __forceinline__ void run_step(const StepArgs& s) {
     }
     stage_wait();
     __syncthreads();
-    if (!active) return;
+    if (!active || !admitted) return;
 
-    u32 chunk[TENSORS];
-    int credits = 0;
-#pragma unroll
-    for (int t = 0; t < TENSORS; t++) {
-        chunk[t] = held_chunk(s.tensors[t], group);
-        credits += all.reserve && chunk[t] == NO_CHUNK;
-    }
-    if (!reserve_for_warp(all.arena, credits, lane)) return;
     bool coded = !tail;
 #pragma unroll
     for (int t = 0; t < TENSORS; t++) {
         const Args& a = s.tensors[t];
         const u32 capacity = tail ? a.tail_capacity : a.capacity;
         g.old[t].begin(tables + t * STEP_TABLE_WORDS, slots[t], capacity, lane);
-        g.coder[t].init(a, encode[t], (u32*)(a.payload + slot_offset(a, group)), capacity, group, lane);
-        g.coder[t].spill.init(chunk[t], all.reserve && chunk[t] == NO_CHUNK);
+        g.coder[t].init(a, encode[t], (u32*)(a.payload + slot_offset(a, group)), group, lane, old_shifts[t]);
+        g.coder[t].spill.init(a, held_chunk(a, group), 1);
         coded = coded && g.old[t].coded == STEPS;
     }
     __syncwarp();
 
     const Update change(s);
     if (coded)
-        g.coded_steps(s, change, lane);
+        g.coded_steps(change, lane);
     else
         g.any_steps(s, change, start, steps, lane);
 #pragma unroll
