@@ -16,6 +16,7 @@ from .layout import FIRST_WORDS, HEADER_BYTES, PayloadLayout, best_capacity, par
 from .presets import Preset, get_preset
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+_CODED_DTYPES: dict[torch.dtype, DType] = {_TORCH_DTYPES[name]: DTYPES[name] for name in DTYPES}
 # Where this share of a tensor's groups spills, the tensor is stored anew with more room.
 _REPACK_SHARE = 1 / 32
 # Exact capacities leave 16 words (2 %) a group: a weight's need moves by a few words in training.
@@ -322,7 +323,7 @@ def encode(
     """
     dense = _check_encodable(tensor)
     row = get_preset(preset)
-    dtype: DType = get_dtype(str(dense.dtype).removeprefix("torch."))
+    dtype = _CODED_DTYPES.get(dense.dtype) or get_dtype(str(dense.dtype).removeprefix("torch."))
     if upcast:
         if dense.dtype != torch.float32:
             raise TypeError(f"upcast takes a torch.float32 tensor, got {dense.dtype}")

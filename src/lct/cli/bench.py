@@ -207,6 +207,45 @@ def optim(
         plot_optim(plot_path, rows)
 
 
+@bench_app.command()
+def host(
+    repetitions: Repetitions = 15,
+    commit: CommitOption = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Host time of calls that do not wait for the GPU, over torch.add(a, b, out=c)'s.
+
+    Where the host is slower than the GPU, as with small layers, this decides the
+    step time. Calls on 2^16 values; a sample is the mean of 200 calls, the figures
+    are medians of the repetitions.
+
+    [bold]Example[/bold]
+      lct bench host --json host.json
+
+    [bold]Exit codes:[/bold] 0 done, 1 failed (no GPU), 2 wrong usage.
+    """
+    import torch
+
+    from ..bench.host import measure_host
+    from ..bench.results import describe_run, write_json
+
+    check_outputs(json_path, None)
+    device = torch.device(_choose_device("cuda"))
+    rows = measure_host(device, repetitions=repetitions)
+    columns = ("call", "host µs", "spread µs", "÷ torch.add")
+    shown = table("Host time of a call (medians)", columns, text=("call",))
+    for row in rows:
+        shown.add_row(
+            row["call"],
+            f"{row['host_us']:.2f}",
+            f"{row['host_iqr_us']:.2f}",
+            f"{row['over_add']:.2f}",
+        )
+    print_table(shown)
+    if json_path is not None:
+        write_json(json_path, {**describe_run(command_line(), "cuda", commit), "rows": rows})
+
+
 def _choose_device(device: str | None) -> str:
     """``device``, or cuda where there is a GPU; ValueError for cuda without one."""
     import torch

@@ -86,6 +86,7 @@ class Arena:
         torch.cuda.current_stream(device).synchronize()
         self._known = Counters(0, 0, 0)
         self._uncovered = 0
+        self._debited = 0  # of the checkpoints that have not been read
         self._launches_since = 0
         self._sequence = 0
         self._checkpoints: deque[_Checkpoint] = deque()
@@ -183,7 +184,7 @@ class Arena:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def _in_flight(self) -> int:
-        return self._uncovered + sum(c.debited for c in self._checkpoints)
+        return self._uncovered + self._debited
 
     def _find_credit(self, chunks: int) -> None:
         self._poll()
@@ -275,12 +276,14 @@ class Arena:
         self._checkpoints.append(
             _Checkpoint(event, pinned, self._uncovered, self._sequence, self.total_chunks)
         )
+        self._debited += self._uncovered
         self._uncovered = self._launches_since = 0
 
     def _poll(self) -> None:
         with self._lock:
             while self._checkpoints and self._checkpoints[0].event.query():
                 done = self._checkpoints.popleft()
+                self._debited -= done.debited
                 self._known = done.counters()
                 self._known.free_chunks += self.total_chunks - done.total_chunks
                 self._spare.append(done.pinned)

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,6 +106,12 @@ def lease(payload: torch.Tensor) -> Lease:
     return Lease(payload.device.index)
 
 
+@cache
+def candidates_mask(candidates: tuple[int, ...]) -> int:
+    """Bit b: book b may be chosen."""
+    return sum(1 << b for b in candidates)
+
+
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or a copy where it does not begin at a multiple of 16 bytes (vector loads)."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
@@ -149,7 +156,7 @@ def encode(
             args.header[0] |= candidates[0] << 24
             args.header[1] |= shift
         else:
-            args.candidates = sum(1 << b for b in candidates)
+            args.candidates = candidates_mask(candidates)
             jit.launch(jit.load("select_book", preset, dtype, device), args, 1, 0, stream)
         entry = "pooled_encode" if preset.pooled else "fixed_encode"
         kernel = jit.load(entry, preset, dtype, device)
@@ -258,7 +265,7 @@ def group_needs(
         args = jit.Args.from_buffer_copy(template(layout))
         args.payload, args.dense = header.data_ptr(), dense.data_ptr()
         args.tables = jit.device_tables(device).data_ptr()
-        args.candidates = sum(1 << b for b in candidates)
+        args.candidates = candidates_mask(candidates)
         stream = current_stream(device)
         jit.launch(jit.load("select_book", layout.preset, layout.dtype, device), args, 1, 0, stream)
         kernel = jit.load("pooled_needs", layout.preset, layout.dtype, device)

@@ -235,6 +235,11 @@ def _cached_code(kernel: Kernel, variant: Variant, arch: str) -> bytes:
     return code
 
 
+def ceil_div(a: int, b: int) -> int:
+    """``a / b``, rounded up."""
+    return -(-a // b)
+
+
 class Grid(NamedTuple):
     """Blocks of a launch and warps a block."""
 
@@ -266,10 +271,10 @@ class Loaded:
         if self.config.any_warps and groups <= 2 * self.processors * self.config.groups_at_once:
             # Few blocks: all multiprocessors get the same share.
             def groups_of_fullest(w: int) -> int:
-                return -(-(-(-groups // w)) // self.processors) * w
+                return ceil_div(ceil_div(groups, w), self.processors) * w
 
             warps = min(range(self.warps, self.warps // 2 - 1, -1), key=groups_of_fullest)
-        return Grid(-(-groups // warps), warps)
+        return Grid(ceil_div(groups, warps), warps)
 
 
 _lock = threading.Lock()
@@ -303,10 +308,15 @@ def load(
             error, function = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
             _check(error)
             processors = torch.cuda.get_device_properties(device).multi_processor_count
-            _loaded[key] = Loaded(
-                int(function), kernel.warps, module, processors, LAUNCH[entry]
-            )
+            _loaded[key] = Loaded(int(function), kernel.warps, module, processors, LAUNCH[entry])
     return _loaded[key]
+
+
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
 
 
 def _check(error: Any) -> None:
@@ -328,8 +338,7 @@ def launch(
 
     ``warps`` a block, the kernel's own by default; ``extra``: a second, 64-bit argument.
     """
-    from cuda.bindings import driver
-
+    driver = _driver()
     if shared_bytes > kernel.shared_bytes:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(kernel.function, attribute, shared_bytes)[0])
