@@ -19,9 +19,9 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in 
 _CODED_DTYPES: dict[torch.dtype, DType] = {_TORCH_DTYPES[name]: DTYPES[name] for name in DTYPES}
 # Where this share of a tensor's groups spills, the tensor is stored anew with more room.
 _REPACK_SHARE = 1 / 32
-# Exact capacities leave 8 words (1 %) a group: a weight's need moves by a few words in training. That
-# of state moves more, by up to 40 words as its scale drifts; it is stored anew where many groups come
-# to spill (relieve_arena).
+# Exact capacities leave 8 words (1 %) a group: a weight's need moves by a few words in training.
+# That of state moves more, by up to 40 words as its scale drifts; it is stored anew where many
+# groups come to spill (relieve_arena).
 HEADROOM_WORDS = 8
 
 _live: weakref.WeakSet[CompressedTensor] = weakref.WeakSet()
