@@ -1,0 +1,206 @@
+"""Time launch configurations and variants of the pooled kernels' sources on this GPU.
+
+    python benchmarks/sweep.py --json sweep.json
+
+A variant is a change of its row in ``backends/cuda/tuning.py`` or of a few lines of source. Times
+are medians over a copy's of the same tensor (steps: over 2.5 copies), taken in turn with it, at
+2^28 values by events and at 2^24 values by replays of a CUDA graph. Bits are checked for every variant
+of a decode. The rows of tuning.py and docs/performance.md come from its result files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import lct
+from lct.backends.cuda import jit, tuning
+from lct.bench.results import describe_run, write_json
+from lct.bench.timing import measure
+
+LARGE, SMALL, SETS = 2**28, 2**24, 8
+FLOOR_COPIES = {"sgd_step": 2.5}
+UPDATE: dict[str, Any] = {
+    "lr": 1e-3,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "weight_decay": 0.0,
+    "nesterov": False,
+    "maximize": False,
+    "rounding": "foreach",
+    "grad_scale": None,
+    "found_inf": None,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``launch``: fields of the kernel's LaunchConfig; ``source``: texts to replace."""
+
+    entry: str
+    name: str
+    launch: dict[str, int] = dataclasses.field(default_factory=dict)
+    source: tuple[tuple[str, str], ...] = ()
+
+
+_NO_PREFETCH = tuple(
+    (f"prefetch({what}", f"if (0) prefetch({what}") for what in ("plane", "first_value", "grad")
+)
+_LINES = (("#if __CUDA_ARCH__ >= 900\n", "#if 0\n"),)
+_FURTHER = (("#define PREFETCH_STEPS 8", "#define PREFETCH_STEPS 16"),)
+_EVICT_FIRST = (
+    ("*(const u32*)(plane + (step0 + k) * 128)", "__ldcs((const u32*)(plane + (step0 + k) * 128))"),
+    ("*(const uint2*)((const u16*)p + i)", "__ldcs((const uint2*)((const u16*)p + i))"),
+)
+_CHUNK_4 = (("#define CHUNK_STEPS 8", "#define CHUNK_STEPS 4"),)
+VARIANTS = (
+    *(
+        variant
+        for entry in ("pooled_decode", "pooled_encode")
+        for variant in (
+            Variant(entry, "as it is"),
+            Variant(entry, "evict-first loads", source=_EVICT_FIRST),
+            Variant(entry, "no prefetch", source=_NO_PREFETCH),
+            Variant(entry, "prefetch line by line", source=_LINES),
+            Variant(entry, "prefetch 16 steps", source=_FURTHER),
+            Variant(entry, "4 warps a block", {"warps": 4, "measured_min_blocks": 7}),
+            Variant(entry, "16 warps a block", {"warps": 16, "measured_min_blocks": 2}),
+        )
+    ),
+    Variant("pooled_decode", "4 steps loaded together", source=_CHUNK_4),
+    Variant("pooled_encode", "64 registers", {"measured_min_blocks": 4}),
+    Variant("sgd_step", "as it is"),
+    Variant("sgd_step", "no prefetch", source=_NO_PREFETCH),
+    Variant("sgd_step", "prefetch 16 steps", source=_FURTHER),
+    Variant("sgd_step", "8 warps a block, 128 registers", {"warps": 8}),
+    Variant("sgd_step", "20 warps a block", {"warps": 20, "measured_min_blocks": 1}),
+)
+
+
+@contextmanager
+def applied(variant: Variant) -> Iterator[None]:
+    """The variant in place of the kernel as it is."""
+    row, source, cached = tuning.LAUNCH[variant.entry], jit.source, jit._cached_code
+
+    def changed(kernel: jit.Kernel, *rest: Any) -> str:
+        text = source(kernel, *rest)
+        if kernel.entry != variant.entry or not variant.source:
+            return text
+        other = text
+        for old, new in variant.source:
+            other = other.replace(old, new)
+        if other == text:
+            raise SystemExit(f"{variant.name}: none of its texts stands in {kernel.entry}")
+        return other
+
+    def forget() -> None:
+        for key in [key for key in jit._loaded if key[1] == variant.entry]:
+            del jit._loaded[key]
+
+    tuning.LAUNCH[variant.entry] = dataclasses.replace(row, **variant.launch)
+    jit.source, jit._cached_code = changed, lambda *a: jit.compile_kernel(*a)[0]
+    forget()
+    try:
+        yield
+    finally:
+        tuning.LAUNCH[variant.entry], jit.source, jit._cached_code = row, source, cached
+        forget()
+
+
+def gaussian(scale: float) -> torch.Tensor:
+    """``LARGE`` BF16 values."""
+    out = torch.empty(LARGE, device="cuda", dtype=torch.bfloat16)
+    for piece in out.split(2**26):
+        piece.copy_(torch.randn(piece.numel(), device="cuda") * scale)
+    return out
+
+
+class Bench:
+    """Tensors of both sizes, and the calls of each kernel on them."""
+
+    def __init__(self) -> None:
+        lct.reserve_arena(2**30)
+        torch.manual_seed(0)
+        self.dense, self.momentum, self.grad = gaussian(0.02), gaussian(1e-3), gaussian(1e-3)
+        self.out = torch.empty_like(self.dense)
+        self.small = list(self.dense.split(SMALL)[:SETS])
+        self.small_out = list(self.out.split(SMALL)[:SETS])
+        self.small_grad = list(self.grad.split(SMALL)[:SETS])
+        self.coded = lct.encode(self.dense)
+        self.small_coded = [lct.encode(t) for t in self.small]
+        self.weight = lct.encode(self.dense, capacity="exact")
+        self.state = lct.encode(self.momentum, capacity="exact")
+        self.small_weight = [lct.encode(t, capacity="exact") for t in self.small]
+        self.small_state = [
+            lct.encode(t, capacity="exact") for t in self.momentum.split(SMALL)[:SETS]
+        ]
+
+    def calls(self, entry: str) -> tuple[Callable[[int], object], Callable[[int], object]]:
+        """The call that uses kernel ``entry``, on a large tensor and on small ones."""
+        if entry == "pooled_decode":
+            return (
+                lambda i: self.coded.decode(self.out),
+                lambda i: self.small_coded[i].decode(self.small_out[i]),
+            )
+        if entry == "pooled_encode":
+            return lambda i: lct.encode(self.dense), lambda i: lct.encode(self.small[i])
+        return (
+            lambda i: self.weight.sgd_(self.state, self.grad, **UPDATE),
+            lambda i: self.small_weight[i].sgd_(self.small_state[i], self.small_grad[i], **UPDATE),
+        )
+
+    def measure(self, variant: Variant, repetitions: int) -> dict[str, Any]:
+        """One row."""
+        large, small = self.calls(variant.entry)
+        copies = FLOOR_COPIES.get(variant.entry, 1.0)
+        row: dict[str, Any] = {"kernel": variant.entry, "variant": variant.name}
+        for name, call, copy, sets in (
+            ("2^28", large, lambda i: self.out.copy_(self.dense), 1),
+            ("2^24", small, lambda i: self.small_out[i].copy_(self.small[i]), SETS),
+        ):
+            measured = measure(
+                {"copy": copy, "call": call},
+                torch.device("cuda"),
+                rotations=sets,
+                repetitions=repetitions,
+            )
+            row[name] = measured.over("call", "copy") / copies
+            row[f"{name} timing"] = measured.method
+            row[f"{name} iqr"] = (
+                measured.timings["call"].iqr_ms / measured.timings["copy"].median_ms
+            )
+        if variant.entry == "pooled_decode":
+            self.coded.decode(self.out)
+            if not torch.equal(self.out.view(torch.int16), self.dense.view(torch.int16)):
+                raise SystemExit(f"wrong bits: {variant}")
+        return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", metavar="PATH", help="write the rows here")
+    parser.add_argument("--commit", help="commit to record instead of the git checkout's")
+    parser.add_argument("--repetitions", type=int, default=9)
+    options = parser.parse_args()
+    bench, rows = Bench(), []
+    for variant in VARIANTS:
+        with applied(variant):
+            row = bench.measure(variant, options.repetitions)
+        rows.append(row)
+        print(
+            f"{row['kernel']:14} {row['variant']:32} {row['2^28']:.3f}  {row['2^24']:.3f}",
+            flush=True,
+        )
+    if options.json:
+        head = describe_run("python benchmarks/sweep.py", "cuda", options.commit)
+        write_json(options.json, {**head, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
