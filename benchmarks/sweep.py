@@ -4,8 +4,8 @@
 
 A variant is a change of its row in ``backends/cuda/tuning.py`` or of a few lines of source. Times
 are medians over a copy's of the same tensor (steps: over 2.5 copies), taken in turn with it, at
-2^28 values by events and at 2^24 values by replays of a CUDA graph. Bits are checked for every variant
-of a decode. The rows of tuning.py and docs/performance.md come from its result files.
+2^28 values by events and at 2^24 values by replays of a CUDA graph. Bits are checked for every
+variant of a decode. The rows of tuning.py and docs/performance.md come from its result files.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ contiguous and on the payload's device; callers have checked them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,23 +100,29 @@ def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Te
 def can_step_fused(
     param: Stored, param_layout: PayloadLayout, state: Stored, state_layout: PayloadLayout
 ) -> bool:
-    """Whether ``fused_sgd`` takes this pair: pooled BF16 payloads on CUDA."""
+    """Whether fused steps take this pair: pooled BF16 payloads on CUDA."""
     return all(
         stored.payload.is_cuda and layout.preset.pooled and layout.dtype.name == "bfloat16"
         for stored, layout in ((param, param_layout), (state, state_layout))
     )
 
 
+# A payload and its layout; the tensors of one update of an optimizer, the parameter first.
+Part = tuple[Stored, PayloadLayout]
+
+
 def fused_sgd(
-    param: Stored,
-    param_layout: PayloadLayout,
-    state: Stored,
-    state_layout: PayloadLayout,
-    grad: torch.Tensor,
-    **update: Any,
+    updates: Sequence[Sequence[Part]], grads: Sequence[torch.Tensor], **update: Any
 ) -> None:
-    """One fused step of SGD with momentum in place; arguments as ``backends.cuda.steps.sgd``."""
-    _cuda().sgd(param, param_layout, state, state_layout, grad, **update)
+    """Fused steps of SGD with momentum in place; arguments as ``backends.cuda.steps.sgd``."""
+    _cuda().sgd(updates, grads, **update)
+
+
+def fused_adam(
+    updates: Sequence[Sequence[Part]], grads: Sequence[torch.Tensor], **update: Any
+) -> None:
+    """Fused steps of Adam or AdamW in place; arguments as ``backends.cuda.steps.adam``."""
+    _cuda().adam(updates, grads, **update)
 
 
 def group_needs(

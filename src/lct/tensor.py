@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -151,9 +152,14 @@ class CompressedTensor:
                 self._store_exactly(dense)
         return self
 
-    def can_step_fused(self, state: CompressedTensor) -> bool:
-        """Whether ``sgd_`` takes this parameter with ``state`` as its momentum."""
-        return ops.can_step_fused(self._stored, self.layout, state._stored, state.layout)
+    def can_step_fused(self, *states: CompressedTensor) -> bool:
+        """Whether ``sgd_`` (``adam_``) takes this parameter with ``states`` as its momentum
+        (moments).
+        """
+        return all(
+            ops.can_step_fused(self._stored, self.layout, state._stored, state.layout)
+            for state in states
+        )
 
     def sgd_(self, state: CompressedTensor, grad: torch.Tensor, **update: Any) -> None:
         """One fused step of SGD with momentum on this parameter and ``state``, in place.
@@ -161,7 +167,22 @@ class CompressedTensor:
         ``update``: lr, momentum, dampening, weight_decay (floats), nesterov, maximize (bools),
         rounding ("single", "foreach" or "fused"), grad_scale, found_inf (float32 tensors or None).
         """
-        ops.fused_sgd(self._stored, self.layout, state._stored, state.layout, grad, **update)
+        sgd_all_([(self, state)], [grad], **update)
+
+    def adam_(
+        self,
+        exp_avg: CompressedTensor,
+        exp_avg_sq: CompressedTensor,
+        grad: torch.Tensor,
+        **update: Any,
+    ) -> None:
+        """One fused step of Adam or AdamW on this parameter and its moments, in place.
+
+        ``update``: step (a float32 tensor on the device for "fused", else a number; this step
+        counts), lr, beta1, beta2, eps, weight_decay (floats), decoupled_weight_decay, maximize
+        (bools), rounding, grad_scale, found_inf (as ``sgd_``).
+        """
+        adam_all_([(self, exp_avg, exp_avg_sq)], [grad], **update)
 
     def repack(self) -> CompressedTensor:
         """Store the present values anew with the capacity that they need. Synchronises on CUDA."""
@@ -348,6 +369,31 @@ def decode(compressed: CompressedTensor) -> torch.Tensor:
     if not isinstance(compressed, CompressedTensor):
         raise TypeError(f"decode takes a CompressedTensor, got {type(compressed).__name__}")
     return compressed.decode()
+
+
+def _parts(updates: Sequence[Sequence[CompressedTensor]]) -> list[list[ops.Part]]:
+    return [[(tensor._stored, tensor.layout) for tensor in update] for update in updates]
+
+
+def sgd_all_(
+    updates: Sequence[tuple[CompressedTensor, CompressedTensor]],
+    grads: Sequence[torch.Tensor],
+    **update: Any,
+) -> None:
+    """``CompressedTensor.sgd_`` of many: (parameter, momentum), in few launches."""
+    ops.fused_sgd(_parts(updates), grads, **update)
+
+
+def adam_all_(
+    updates: Sequence[tuple[CompressedTensor, CompressedTensor, CompressedTensor]],
+    grads: Sequence[torch.Tensor],
+    **update: Any,
+) -> None:
+    """``CompressedTensor.adam_`` of many: (parameter, exp_avg, exp_avg_sq), in few launches.
+
+    All are at the same ``step``.
+    """
+    ops.fused_adam(_parts(updates), grads, **update)
 
 
 def live_tensors() -> list[CompressedTensor]:

@@ -35,12 +35,15 @@ def fields_of(struct: str, file: str) -> list[str]:
     """Names of the fields of a C structure, in order."""
     text = re.sub("//.*", "", (jit.KERNEL_DIR / file).read_text())
     body = text.split(f"struct {struct} {{")[1].split("};")[0]
-    return re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)
+    return re.findall(r"(\w+)(?:\[[\w +]+\])?\s*[,;]", body)
 
 
 def test_argument_structures_match_the_kernels() -> None:
     assert fields_of("Args", "common.cuh") == [name for name, *_ in jit.Args._fields_]
-    assert fields_of("StepArgs", "sgd_update.cuh") == [name for name, *_ in steps.SgdArgs._fields_]
+    for file, args in (("sgd_update.cuh", steps.SgdArgs), ("adam_update.cuh", steps.AdamArgs)):
+        assert fields_of("StepArgs", file) == [name for name, *_ in args._fields_]
+    names = [name for name, *_ in steps._list_type(steps.SgdArgs)._fields_]
+    assert fields_of("StepList", "step.cuh") == names
 
 
 @pytest.mark.parametrize("book", bank(), ids=lambda b: b.name)

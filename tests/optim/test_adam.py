@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from test_sgd import set_grads, weights
 from torch import nn
 
 import lct
+from lct import ops
 from lct.nn import CompressedWeight
 from lct.optim import adam as adam_module
 from lct.tensor import CompressedTensor
@@ -419,3 +421,79 @@ def test_grad_scaler(fused: bool) -> None:
         results.append((model, optimizer))
     assert_same_model(results[0][0], results[1][0])
     assert_same_state(results[0][1], results[1][1])
+
+
+def stepped_by_torch(
+    updates: Sequence[Sequence[ops.Part]],
+    grads: Sequence[torch.Tensor],
+    *,
+    step: float,
+    rounding: str,
+    **update: Any,
+) -> None:
+    """What a kernel does to payloads, in three passes: stands for it where there is no GPU."""
+    for tensors, grad in zip(updates, grads, strict=True):
+        dense = [
+            ops.decode(stored, layout, torch.empty(layout.num_values, dtype=BF16))
+            for stored, layout in tensors
+        ]
+        weight, *moments = dense
+        adam_module.adam(
+            [weight],
+            [grad.reshape(-1)],
+            *([moment] for moment in moments),
+            [],
+            [torch.tensor(step - 1)],
+            amsgrad=False,
+            foreach=rounding == "foreach",
+            **update,
+        )
+        for (stored, layout), values in zip(tensors, dense, strict=True):
+            stored.spill = ops.encode(values, layout, (0,), stored).spill
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_what_a_kernel_is_asked_for(
+    kind: str, foreach: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way to the kernel without one: its arguments, the count of steps, memory formats."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(33, 32))
+            conv = torch.randn(16, 8, 3, 3).to(memory_format=torch.channels_last)
+            self.conv = nn.Parameter(conv)
+            self.square = nn.Parameter(torch.randn(40, 40).t())
+            self.vector = nn.Parameter(torch.randn(7))
+
+    calls = []
+
+    def counted(updates: Any, grads: Any, **update: Any) -> None:
+        calls.extend([update["step"]] * len(updates))
+        stepped_by_torch(updates, grads, **update)
+
+    monkeypatch.setattr(CompressedTensor, "can_step_fused", lambda *tensors: True)
+    monkeypatch.setattr(ops, "fused_adam", counted)
+    a, b = make(Odd, False), make(Odd, True)
+    options = {**options, "lr": 0.1, "foreach": foreach}
+    expected = kind_of(kind, False)(a.parameters(), **options)
+    optimizer = kind_of(kind, True)(b.parameters(), **options)
+    for step in range(4):
+        for model, opt in ((a, expected), (b, optimizer)):
+            set_grads(model, step)
+            for weight in model.parameters():
+                like = torch.empty_strided(weight.shape, weight.stride(), dtype=BF16)
+                weight.grad = like.copy_(weight.grad)
+            opt.step()
+        assert_same_model(a, b)
+    assert_same_state(expected, optimizer)
+    assert calls == ([] if options["amsgrad"] else [2.0] * 3 + [3.0] * 3 + [4.0] * 3)
+    # Gradients that lie otherwise than their weights do not have the order of the payload.
+    for model, opt in ((a, expected), (b, optimizer)):
+        for weight in model.parameters():
+            weight.grad = weight.grad.contiguous()
+        opt.step()
+    assert_same_model(a, b)

@@ -164,3 +164,73 @@ def test_graph_replay() -> None:
         torch.cuda.synchronize()
         assert torch.equal(bits(param.decode()), bits(dense))
         assert torch.equal(bits(state.decode()), bits(buffer))
+
+
+def test_many_tensors_take_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of weights of all sizes: bits of torch's foreach, in launches of up to 16."""
+    from lct.backends.cuda import jit
+
+    shapes = [(3 + 37 * k, 64) for k in range(40)] + [(2048, 1030)]
+
+    def parameters() -> list[torch.nn.Parameter]:
+        generator = torch.Generator().manual_seed(5)
+        return [
+            torch.nn.Parameter((torch.randn(s, generator=generator) * 0.02).bfloat16().to(DEVICE))
+            for s in shapes
+        ]
+
+    dense = parameters()
+    model = torch.nn.ParameterList(parameters())
+    lct.compress_(model)
+    ours = list(model.parameters())
+    options = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+    expected, optimizer = torch.optim.SGD(dense, **options), lct.optim.SGD(ours, **options)
+    launches: list[str] = []
+    launch = jit.launch
+    kernels = {}
+
+    def counted(kernel: jit.Loaded, *args: object, **more: object) -> None:
+        launches.append(kernels.get(kernel.function, ""))
+        launch(kernel, *args, **more)
+
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for ours_one, dense_one in zip(ours, dense, strict=True):
+            grad = (torch.randn(dense_one.shape, generator=generator) * 1e-2).bfloat16().to(DEVICE)
+            ours_one.grad, dense_one.grad = grad, grad.clone()
+        expected.step()
+        if step == 3:
+            kernels.update({row.function: key[1] for key, row in jit._loaded.items()})
+            monkeypatch.setattr(jit, "launch", counted)
+        optimizer.step()
+        for ours_one, dense_one in zip(ours, dense, strict=True):
+            is_compressed = isinstance(ours_one, lct.CompressedWeight)
+            got = ours_one.dense() if is_compressed else ours_one.detach()
+            assert torch.equal(bits(got), bits(dense_one.detach()))
+    for ours_one, dense_one in zip(ours, dense, strict=True):
+        state = optimizer.state[ours_one]["momentum_buffer"]
+        got = state.decode() if isinstance(state, lct.CompressedTensor) else state
+        assert torch.equal(bits(got), bits(expected.state[dense_one]["momentum_buffer"]))
+    compressed = sum(isinstance(p, lct.CompressedWeight) for p in ours)
+    assert launches.count("sgd_step") == -(-compressed // 16)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_channels_last(rounding: str) -> None:
+    """A payload holds values in the order of memory, and so must the gradient."""
+    kernel = (torch.randn(64, 32, 3, 3) * 0.02).to(memory_format=torch.channels_last)
+    dense = torch.nn.Parameter(kernel.bfloat16().to(DEVICE))
+    module = torch.nn.ParameterList([torch.nn.Parameter(dense.detach().clone())])
+    lct.compress_(module)
+    ours = module[0]
+    options = {"lr": 0.1, "momentum": 0.9, **ROUNDINGS[rounding]}
+    expected, optimizer = torch.optim.SGD([dense], **options), lct.optim.SGD([ours], **options)
+    for step in range(4):
+        grad = torch.randn(64, 32, 3, 3, generator=torch.Generator().manual_seed(step)) * 1e-2
+        grad = grad.bfloat16().to(DEVICE)
+        if step < 3:  # the last one lies otherwise
+            grad = grad.to(memory_format=torch.channels_last)
+        dense.grad, ours.grad = grad.clone(), grad.clone()
+        expected.step()
+        optimizer.step()
+        assert torch.equal(bits(ours.dense().contiguous()), bits(dense.detach().contiguous()))

@@ -9,13 +9,14 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import _device_dtype_check_for_fused, _get_scalar_dtype
 
 from ..nn.compressed_weight import CompressedWeight
-from ..tensor import CompressedTensor
+from ..tensor import CompressedTensor, adam_all_
 from .base import (
     CompressedState,
     Rounding,
     choose_rounding,
     compress_state,
     decode_state,
+    grad_of_payload,
     has_compressible_state,
 )
 
@@ -25,10 +26,13 @@ class Adam(CompressedState, torch.optim.Adam):
 
     ``exp_avg``, ``exp_avg_sq`` (and ``max_exp_avg_sq`` with ``amsgrad``) of every parameter with
     two or more dimensions (BF16, FP16 or FP32; a weight of ``lct.compress_`` or a dense one) are
-    held compressed; ``step`` is a plain tensor, as torch's. Each such parameter is decoded, stepped
-    by torch and encoded before the next one is, on CUDA too: no kernel steps Adam on payloads yet.
-    The bits are those of torch's implementation for ``foreach=True``, ``foreach=False`` or
-    ``fused=True`` on dense weights; tests hold that on the CPU.
+    held compressed; ``step`` is a plain tensor, as torch's. Parameters are stepped one by one. On
+    CUDA one kernel steps a compressed BF16 weight and its moments without a dense copy, from the
+    second step on, where ``lr`` and ``betas`` are numbers and ``amsgrad`` is off (and not for
+    ``fused`` with ``maximize`` and L2 decay together); any other parameter is decoded, stepped by
+    torch and encoded before the next one is. The bits are those of
+    torch's implementation for ``foreach=True``, ``foreach=False`` or ``fused=True`` on dense
+    weights on the same device.
 
     ValueError for ``differentiable=True`` and ``capturable=True``, for a tensor ``lr`` or tensor
     ``betas`` with torch's foreach implementation, and for a parameter given twice. RuntimeError for
@@ -92,15 +96,77 @@ class Adam(CompressedState, torch.optim.Adam):
         self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
     ) -> None:
         plain = []
+        # One launch takes what is at the same step; torch's fused steps count on the device, each
+        # parameter's by itself.
+        payloads: dict[Any, list[CompressedWeight]] = {}
         for param in params:
-            if isinstance(param, CompressedWeight) or has_compressible_state(param):
+            if self._takes_kernel(group, param, rounding):
+                assert isinstance(param, CompressedWeight)
+                number = param if rounding == "fused" else self.state[param]["step"].item()
+                payloads.setdefault((param.device, number), []).append(param)
+            elif isinstance(param, CompressedWeight) or has_compressible_state(param):
                 self._decode_step_encode(group, param, rounding)
             else:
                 plain.append(param)
+        for weights in payloads.values():
+            self._step_payloads(group, weights, rounding)
         if plain:
             lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
             has_complex = self._init_group({**group, "params": plain}, *lists)
             self._torch_adam(group, rounding, lists, has_complex)
+
+    def _takes_kernel(self, group: dict[str, Any], param: torch.Tensor, rounding: Rounding) -> bool:
+        """Whether one kernel can step the payloads: BF16 on CUDA, from the second step on."""
+        held = self.state.get(param, {})
+        moments = [held.get(name) for name in _state_names(group)]
+        scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
+        return (
+            isinstance(param, CompressedWeight)
+            and len(moments) == 2
+            and all(isinstance(moment, CompressedTensor) for moment in moments)
+            and param.compressed.can_step_fused(*moments)
+            and all(isinstance(n, (int, float)) for n in (group["lr"], *group["betas"]))
+            and (not scaled or rounding == "fused")
+            and (held["step"].is_cuda or rounding != "fused")
+            and not (rounding == "fused" and group["maximize"] and _has_l2_decay(group))
+            and grad_of_payload(param) is not None
+        )
+
+    def _step_payloads(
+        self, group: dict[str, Any], weights: list[CompressedWeight], rounding: Rounding
+    ) -> None:
+        """Step payloads, all at the same step, with the kernel."""
+        held = [self.state[weight] for weight in weights]
+        grads = [grad_of_payload(weight) for weight in weights]
+        assert all(grad is not None for grad in grads)
+        steps = [state["step"] + 1 for state in held]
+        beta1, beta2 = group["betas"]
+        found_inf = getattr(self, "found_inf", None)
+        adam_all_(
+            [
+                (weight.compressed, state["exp_avg"], state["exp_avg_sq"])
+                for weight, state in zip(weights, held, strict=True)
+            ],
+            grads,  # type: ignore[arg-type]
+            step=steps[0] if rounding == "fused" else steps[0].item(),
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            maximize=group["maximize"],
+            rounding=rounding,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=found_inf,
+        )
+        for weight, state, step in zip(weights, held, steps, strict=True):
+            if found_inf is not None:
+                step -= found_inf.to(
+                    step.device, non_blocking=True
+                )  # a skipped step does not count
+            state["step"] = step
+            torch.autograd.graph.increment_version(weight)
 
     def _decode_step_encode(
         self, group: dict[str, Any], param: torch.Tensor, rounding: Rounding
@@ -175,6 +241,10 @@ def _check_options(group: dict[str, Any]) -> None:
             "capturable must be False: a first step measures the room that its state needs, which "
             f"waits for the device, got {group['capturable']}"
         )
+
+
+def _has_l2_decay(group: dict[str, Any]) -> bool:
+    return group["weight_decay"] != 0 and not group["decoupled_weight_decay"]
 
 
 def _state_names(group: dict[str, Any]) -> tuple[str, ...]:

@@ -58,6 +58,19 @@ def decode_state(param: torch.Tensor, value: Any) -> Any:
     return dense if dense.shape == param.shape else dense.as_strided(param.shape, param.stride())
 
 
+def grad_of_payload(param: CompressedWeight) -> torch.Tensor | None:
+    """The gradient with its values in the order of the payload; None where it is not laid out so,
+    or not BF16.
+    """
+    grad = param.grad
+    assert grad is not None
+    if grad.dtype != torch.bfloat16 or param.numel() != param.compressed.numel():
+        return None
+    if param.is_contiguous():
+        return grad
+    return memory_order(grad) if grad.stride() == param.stride() else None
+
+
 def choose_rounding(
     params: list[torch.Tensor], foreach: bool | None, fused: bool | None
 ) -> Rounding:

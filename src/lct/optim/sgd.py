@@ -12,13 +12,14 @@ from torch.optim.optimizer import ParamsT, _device_dtype_check_for_fused
 from torch.optim.sgd import sgd
 
 from ..nn.compressed_weight import CompressedWeight
-from ..tensor import CompressedTensor
+from ..tensor import CompressedTensor, sgd_all_
 from .base import (
     CompressedState,
     Rounding,
     choose_rounding,
     compress_state,
     decode_state,
+    grad_of_payload,
     has_compressible_state,
 )
 
@@ -127,16 +128,23 @@ class SGD(CompressedState, torch.optim.SGD):
         )
         updates = {False: update, True: dataclasses.replace(update, mixed=True)}
         dense: dict[bool, list[torch.Tensor]] = {}
+        payloads: dict[torch.device, list[CompressedWeight]] = {}
         for param in params:
             mixed = (param.device, param.dtype) in mixed_kinds
             state = self.state[param] if momentum != 0 else {}
             has_state = momentum != 0 and has_compressible_state(param) and not _is_sparse(param)
-            if isinstance(param, CompressedWeight) or has_state:
-                buffer = _step_compressed(param, state.get("momentum_buffer"), updates[mixed])
+            if _takes_kernel(param, state.get("momentum_buffer"), updates[mixed]):
+                assert isinstance(param, CompressedWeight)
+                payloads.setdefault(param.device, []).append(param)
+            elif isinstance(param, CompressedWeight) or has_state:
+                buffer = _decode_step_encode(param, state.get("momentum_buffer"), updates[mixed])
                 if momentum != 0:
                     state["momentum_buffer"] = buffer
             else:
                 dense.setdefault(mixed, []).append(param)
+        for weights in payloads.values():
+            buffers = [self.state[weight]["momentum_buffer"] for weight in weights]
+            _step_payloads(weights, buffers, update)
         for mixed, plain in dense.items():
             states = [self.state[p] if momentum != 0 else {} for p in plain]
             buffers = [state.get("momentum_buffer") for state in states]
@@ -151,29 +159,27 @@ def _is_sparse(param: torch.Tensor) -> bool:
     return param.grad is not None and param.grad.is_sparse
 
 
-def _step_compressed(
-    param: torch.Tensor, buffer: torch.Tensor | CompressedTensor | None, update: SgdUpdate
-) -> torch.Tensor | CompressedTensor | None:
-    """Step one weight (compressed or dense) with its gradient; returns its new momentum."""
-    if _takes_kernel(param, buffer, update):
-        assert isinstance(param, CompressedWeight) and isinstance(buffer, CompressedTensor)
-        assert param.grad is not None
-        param.compressed.sgd_(
-            buffer,
-            param.grad,
-            lr=update.lr,
-            momentum=update.momentum,
-            dampening=update.dampening,
-            weight_decay=update.weight_decay,
-            nesterov=update.nesterov,
-            maximize=update.maximize,
-            rounding=update.rounding,
-            grad_scale=update.grad_scale,
-            found_inf=update.found_inf,
-        )
-        torch.autograd.graph.increment_version(param)
-        return buffer
-    return _decode_step_encode(param, buffer, update)
+def _step_payloads(
+    weights: list[CompressedWeight], buffers: list[CompressedTensor], update: SgdUpdate
+) -> None:
+    """Step payloads with the kernel, which ``_takes_kernel`` has said it takes."""
+    grads = [grad_of_payload(weight) for weight in weights]
+    assert all(grad is not None for grad in grads)
+    sgd_all_(
+        [(weight.compressed, buffer) for weight, buffer in zip(weights, buffers, strict=True)],
+        grads,  # type: ignore[arg-type]
+        lr=update.lr,
+        momentum=update.momentum,
+        dampening=update.dampening,
+        weight_decay=update.weight_decay,
+        nesterov=update.nesterov,
+        maximize=update.maximize,
+        rounding=update.rounding,
+        grad_scale=update.grad_scale,
+        found_inf=update.found_inf,
+    )
+    for weight in weights:
+        torch.autograd.graph.increment_version(weight)
 
 
 def _takes_kernel(
@@ -183,12 +189,11 @@ def _takes_kernel(
     return (
         isinstance(param, CompressedWeight)
         and isinstance(buffer, CompressedTensor)
-        and param.grad is not None
-        and param.grad.dtype == torch.bfloat16
         and not update.mixed
         and not isinstance(update.lr, torch.Tensor)
         and (update.grad_scale is None or update.rounding == "fused")
         and param.compressed.can_step_fused(buffer)
+        and grad_of_payload(param) is not None
     )
 
 

@@ -2,6 +2,6 @@
 
 from . import arena
 from .codec import decode, encode, group_needs, lease, to_canonical
-from .steps import sgd
+from .steps import adam, sgd
 
-__all__ = ["arena", "decode", "encode", "group_needs", "lease", "sgd", "to_canonical"]
+__all__ = ["adam", "arena", "decode", "encode", "group_needs", "lease", "sgd", "to_canonical"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -163,7 +164,7 @@ def encode(
         words = layout.capacity_words * (1 if preset.pooled else LANES)
         memory = SharedMemory(ENCODE_TABLE_BYTES, words * WORD_BYTES)
         launch_with_credit(
-            kernel, args, (args,), held.arena, (held,), layout.chunks_per_group, memory, stream
+            kernel, args, [[args]], held.arena, [held], layout.chunks_per_group, memory, stream
         )
     return payload, held
 
@@ -178,55 +179,68 @@ class SharedMemory(NamedTuple):
 def launch_groups(
     kernel: jit.Loaded,
     args: ctypes.Structure,
-    groups: jit.Args,
+    groups: Sequence[jit.Args],
     memory: SharedMemory,
     stream: int,
+    first_blocks: Any = None,
 ) -> None:
-    """Launch over the groups that ``groups``, a part of ``args``, names."""
-    grid = kernel.grid(groups.end_group - groups.first_group)
-    shared_bytes = memory.tables + grid.warps * memory.warp
-    jit.launch(kernel, args, grid.blocks, shared_bytes, stream, warps=grid.warps)
+    """Launch over the groups that each of ``groups``, parts of ``args``, names.
+
+    ``first_blocks``: the part of ``args`` that says which block is the first of which, where the
+    kernel takes several (struct StepList in step.cuh).
+    """
+    counts = [part.end_group - part.first_group for part in groups]
+    # Several: blocks of one size, as many as all need.
+    warps = kernel.grid(counts[0]).warps if len(counts) == 1 else kernel.warps
+    ends = list(itertools.accumulate(jit.ceil_div(count, warps) for count in counts))
+    if first_blocks is not None:
+        first_blocks[: len(ends) + 1] = [0, *ends]
+    shared_bytes = memory.tables + warps * memory.warp
+    jit.launch(kernel, args, ends[-1], shared_bytes, stream, warps=warps)
 
 
 def launch_with_credit(
     kernel: jit.Loaded,
     args: ctypes.Structure,
-    parts: Sequence[jit.Args],
+    parts: Sequence[Sequence[jit.Args]],
     arena: arenas.Arena,
-    leases: tuple[Lease, ...],
+    leases: Sequence[Lease],
     worst_chunks: int,
     memory: SharedMemory,
     stream: int,
+    first_blocks: Any = None,
 ) -> None:
     """Launch over all groups, in pieces that the arena's limit covers at worst (arena.py).
 
-    ``parts``: what ``args`` says of each payload; the first says which groups a launch takes.
-    ``worst_chunks`` a group.
+    ``parts``: what ``args`` says of each tensor's payloads; the first of them says which groups a
+    launch takes. ``worst_chunks`` a group.
     """
-    groups = parts[0]
-    count = groups.num_groups
+    groups = [tensor[0] for tensor in parts]
     if torch.cuda.is_current_stream_capturing():
         if not arena.total_chunks:
             raise ArenaExhaustedError(
                 "the arena must hold chunks before a graph is captured: run the code once before "
                 "capture, or call lct.reserve_arena(size_bytes)"
             )
-        for part in parts:
-            part.reserve = 1
+        for tensor in parts:
+            for part in tensor:
+                part.reserve = 1
         for held in leases:
             held.note(CAPTURED)
-        launch_groups(kernel, args, groups, memory, stream)
+        launch_groups(kernel, args, groups, memory, stream, first_blocks)
         return
+    count = sum(part.num_groups for part in groups)
     piece = count
-    if piece * worst_chunks > arena.limit_chunks:
+    if len(groups) == 1 and piece * worst_chunks > arena.limit_chunks:
         piece = max(arena.limit_chunks // 2 // worst_chunks, kernel.warps)
     for first in range(0, count, piece):
         end = min(first + piece, count)
         sequence = arena.admit((end - first) * worst_chunks, stream)
         for held in leases:
             held.note(sequence)
-        groups.first_group, groups.end_group = first, end
-        launch_groups(kernel, args, groups, memory, stream)
+        if len(groups) == 1:
+            groups[0].first_group, groups[0].end_group = first, end
+        launch_groups(kernel, args, groups, memory, stream, first_blocks)
         arena.launched()
 
 
@@ -247,7 +261,7 @@ def decode(payload: torch.Tensor, layout: PayloadLayout, out: torch.Tensor) -> t
         kernel = jit.load(entry, layout.preset, layout.dtype, device)
         words = layout.capacity_words * (1 if pooled else LANES)
         memory = SharedMemory(table_words * WORD_BYTES, words * WORD_BYTES)
-        launch_groups(kernel, args, args, memory, current_stream(device))
+        launch_groups(kernel, args, [args], memory, current_stream(device))
         if target is not out:
             out.copy_(target)
     return out

@@ -34,14 +34,23 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 SINGLES_WORDS, PAIRS_WORDS, ENCODE_WORDS, ENCODE_PAIRS_WORDS, COST_WORDS = 256, 4096, 260, 424, 260
 TABLE_WORDS = SINGLES_WORDS + PAIRS_WORDS + ENCODE_WORDS + ENCODE_PAIRS_WORDS + COST_WORDS + 4
 PAIR_BITS, PAIR_WINDOW, PAIR_STRIDE = 12, 16, 27
-_PAIR_SLOW, _PAIR_ZERO, _ESC_FLAG, _ZERO_FLAG, _ESCAPED, _SLOW = (
-    0x10000,
-    0x8000,
-    0x8000,
-    0x4000,
-    0x80000000,
-    0x20,
-)
+# Updates that one launch of a step takes at most: their arguments are 9 kB for Adam.
+MOST_STEPS = 16
+_SIZES = {
+    "MOST_STEPS": MOST_STEPS,
+    "SINGLES_WORDS": SINGLES_WORDS,
+    "PAIRS_WORDS": PAIRS_WORDS,
+    "ENCODE_WORDS": ENCODE_WORDS,
+    "ENCODE_PAIRS_WORDS": ENCODE_PAIRS_WORDS,
+    "COST_WORDS": COST_WORDS,
+    "PAIR_BITS": PAIR_BITS,
+    "PAIR_STRIDE": PAIR_STRIDE,
+    "NUM_BOOKS": len(BANK_ROWS),
+}
+# Flags of their entries, as in common.cuh.
+_PAIR_SLOW, _PAIR_ZERO = 0x10000, 0x8000
+_ESC_FLAG, _ZERO_FLAG = 0x8000, 0x4000
+_ESCAPED, _SLOW = 0x80000000, 0x20
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class Kernel:
 
 _POOLED = ("common.cuh", "arena.cuh", "pooled.cuh")
 _SGD_OPTIONS = ("ROUNDING", "NESTEROV", "MAXIMIZE", "DECAY", "SCALED")
+_ADAM_OPTIONS = ("ROUNDING", "RECIPROCAL", "MAXIMIZE", "L2_DECAY", "DECOUPLED_DECAY", "SCALED")
 KERNELS: dict[str, Kernel] = {
     row.entry: row
     for row in (
@@ -81,6 +91,13 @@ KERNELS: dict[str, Kernel] = {
             True,
             ("POOLED", "STEPS", "GROUPS_PER_BLOCK"),
             _SGD_OPTIONS,
+        ),
+        Kernel(
+            "adam_step",
+            (*_POOLED, "pooled_group.cuh", "adam_update.cuh", "step.cuh", "adam.cu"),
+            True,
+            ("POOLED", "STEPS", "GROUPS_PER_BLOCK"),
+            _ADAM_OPTIONS,
         ),
         Kernel("select_book", ("common.cuh", "select.cu"), None, ("DTYPE", "POOLED")),
         Kernel("sweep_chunks", ("common.cuh", "arena.cuh", "sweep.cu"), None, ()),
@@ -147,11 +164,11 @@ def source(kernel: Kernel, variant: Variant, arch: str) -> str:
         "POOLED": int(preset.pooled),
         "STEPS": preset.steps,
         "GROUPS_PER_BLOCK": preset.groups_per_block,
-        "NUM_BOOKS": len(BANK_ROWS),
     }
-    defaults = {**values, "DTYPE": 1, "POOLED": 1, "STEPS": 64, "GROUPS_PER_BLOCK": 1}
+    defaults = {"DTYPE": 1, "POOLED": 1, "STEPS": 64, "GROUPS_PER_BLOCK": 1}
     used = {name: (values if name in kernel.constants else defaults)[name] for name in values}
     used |= {name: int(name in variant.options) for name in kernel.options}
+    used |= _SIZES
     used["WARPS"] = kernel.warps
     dtype = variant.dtype if "DTYPE" in kernel.constants else DTYPES["bfloat16"]
     used["MIN_BLOCKS"] = LAUNCH[kernel.entry].min_blocks(arch, dtype, variant.options)

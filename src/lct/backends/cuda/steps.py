@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 from ...layout import WORD_BYTES, PayloadLayout
 from . import jit
-from .arena import Arena
 from .codec import (
     DECODE_TABLE_BYTES,
     ENCODE_TABLE_BYTES,
@@ -35,12 +37,36 @@ class SgdArgs(ctypes.Structure):
     ]
 
 
+class AdamArgs(ctypes.Structure):
+    """The argument of ``adam_step``; mirrors ``struct StepArgs`` in adam_update.cuh."""
+
+    _fields_ = [
+        ("tensors", jit.Args * 3),
+        *[(name, ctypes.c_uint64) for name in ("grad", "grad_scale", "found_inf", "step")],
+        *[(name, ctypes.c_float) for name in ("lr", "beta1", "beta2", "weight_decay", "eps")],
+        *[(name, ctypes.c_float) for name in ("grad_share", "square_share", "param_share")],
+        *[(name, ctypes.c_float) for name in ("step_size", "correction")],
+    ]
+
+
+# A payload and its layout; the tensors of one update, the parameter first.
+Part = tuple[Any, PayloadLayout]
+Update = Sequence[Part]
+
+
+@cache
+def _list_type(args_type: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """Mirrors ``struct StepList`` in step.cuh."""
+    fields = [
+        ("first_block", ctypes.c_uint32 * (jit.MOST_STEPS + 1)),
+        ("steps", args_type * jit.MOST_STEPS),
+    ]
+    return type("StepList", (ctypes.Structure,), {"_fields_": fields})
+
+
 def sgd(
-    param: Any,
-    param_layout: PayloadLayout,
-    state: Any,
-    state_layout: PayloadLayout,
-    grad: torch.Tensor,
+    updates: Sequence[Update],
+    grads: Sequence[torch.Tensor],
     *,
     lr: float,
     momentum: float,
@@ -52,53 +78,180 @@ def sgd(
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
-    """SGD with a momentum buffer that exists, on pooled BF16 payloads of equal size.
+    """SGD with momentum buffers that exist, on pooled BF16 payloads: parameter, buffer.
 
-    ``grad`` is dense BF16. Bits as torch's ``rounding`` path gives them. Does not wait for the
-    device.
+    ``grads`` are dense BF16, on one device. Bits as torch's ``rounding`` path gives them. Does not
+    wait for the device.
     """
+    _check_rounding(rounding)
+    args = SgdArgs(
+        lr=lr, momentum=momentum, dampening_left=1 - dampening, weight_decay=weight_decay
+    )
+    options = {
+        "ROUNDING": rounding == "fused",
+        "NESTEROV": nesterov,
+        "MAXIMIZE": maximize,
+        "DECAY": weight_decay != 0,
+    }
+    _launch("sgd_step", args, updates, grads, options, grad_scale, found_inf)
+
+
+def adam(
+    updates: Sequence[Update],
+    grads: Sequence[torch.Tensor],
+    *,
+    step: float | torch.Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled_weight_decay: bool,
+    maximize: bool,
+    rounding: str,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """Adam or AdamW with moments that exist, on pooled BF16 payloads: parameter, exp_avg,
+    exp_avg_sq.
+
+    ``step`` counts this step too, the same for all; a float32 tensor on the device for
+    ``rounding="fused"``, which computes with it there, else a number. ``grads`` are dense BF16, on
+    one device. Bits as torch's ``rounding`` path gives them. Does not wait for the device.
+    """
+    _check_rounding(rounding)
+    if rounding == "fused" and maximize and weight_decay != 0 and not decoupled_weight_decay:
+        # Torch's kernel gives other bits there than the same arithmetic does without maximize.
+        raise ValueError("maximize with L2 decay must not be asked of the fused rounding")
+    args = AdamArgs(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps)
+    if isinstance(step, torch.Tensor):
+        assert rounding == "fused" and step.is_cuda and step.dtype == torch.float32
+        args.step = step.data_ptr()
+    else:
+        assert rounding != "fused"
+        # As torch: Python's numbers, rounded to float when a kernel takes them.
+        root = (1 - beta2**step) ** 0.5
+        args.grad_share, args.square_share = 1 - beta1, 1 - beta2
+        args.param_share = 1 - lr * weight_decay
+        args.step_size = -(lr / (1 - beta1**step))
+        # Rounding the double quotient once more gives float's own.
+        args.correction = 1 / ctypes.c_float(root).value if rounding == "single" else root
+    options = {
+        "ROUNDING": rounding == "fused",
+        "RECIPROCAL": rounding == "single",
+        "MAXIMIZE": maximize,
+        "L2_DECAY": weight_decay != 0 and not decoupled_weight_decay,
+        "DECOUPLED_DECAY": weight_decay != 0 and decoupled_weight_decay,
+    }
+    _launch("adam_step", args, updates, grads, options, grad_scale, found_inf)
+
+
+def _check_rounding(rounding: str) -> None:
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
-    device = grad.device.index
+
+
+def _launch(
+    entry: str,
+    args: ctypes.Structure,
+    updates: Sequence[Update],
+    grads: Sequence[torch.Tensor],
+    options: dict[str, bool],
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """Step ``updates`` with the kernel ``entry``; ``args`` has all that they share."""
+    device = grads[0].device.index
     with on_device(device):
-        dense_grad = aligned(grad.contiguous())
-        tables = jit.device_tables(device).data_ptr()
-        args = SgdArgs(
-            tensors=(template(param_layout), template(state_layout)),
-            grad=dense_grad.data_ptr(),
-            grad_scale=grad_scale.data_ptr() if grad_scale is not None else 0,
-            found_inf=found_inf.data_ptr() if found_inf is not None else 0,
-            lr=lr,
-            momentum=momentum,
-            dampening_left=1 - dampening,
-            weight_decay=weight_decay,
-        )
-        for part, stored in zip(args.tensors, (param, state), strict=True):
+        shared: Any = args
+        if grad_scale is not None:
+            grad_scale = grad_scale.to(grads[0].device, non_blocking=True)
+            shared.grad_scale = grad_scale.data_ptr()
+        if found_inf is not None:
+            found_inf = found_inf.to(grads[0].device, non_blocking=True)
+            shared.found_inf = found_inf.data_ptr()
+        chosen = frozenset(name for name, on in options.items() if on)
+        if grad_scale is not None:
+            chosen |= {"SCALED"}
+        layout = updates[0][0][1]
+        kernel = jit.load(entry, layout.preset, layout.dtype, device, chosen)
+        # Referenced until the launches are enqueued.
+        dense = [aligned(grad.contiguous()) for grad in grads]
+        for batch in _batches(updates, updates[0][0][0].spill.arena.limit_chunks):
+            _launch_batch(kernel, args, [updates[k] for k in batch], [dense[k] for k in batch])
+        if grad_scale is not None:
+            # Torch's fused step leaves the unscaled gradient, unless it found an infinity. One
+            # dimension: else the quotient would be computed with the scale rounded to BF16.
+            scale = grad_scale.reshape(1)
+            if found_inf is not None:
+                scale = torch.where(found_inf.reshape(1) == 1, torch.ones_like(scale), scale)
+            for grad in grads:
+                grad.div_(scale)
+
+
+def _batches(updates: Sequence[Update], limit_chunks: int) -> Iterator[list[int]]:
+    """Numbers of the updates that one launch takes: a launch's worst case stays within half of the
+    arena's limit, so that the next one need not wait for it; what is larger goes alone, in pieces.
+    """
+    batch: list[int] = []
+    chunks = 0
+    for number, update in enumerate(updates):
+        worst = update[0][1].num_groups * len(update)
+        if batch and (len(batch) == jit.MOST_STEPS or (chunks + worst) * 2 > limit_chunks):
+            yield batch
+            batch, chunks = [], 0
+        batch.append(number)
+        chunks += worst
+    if batch:
+        yield batch
+
+
+def _launch_batch(
+    kernel: jit.Loaded,
+    args: ctypes.Structure,
+    updates: Sequence[Update],
+    grads: Sequence[torch.Tensor],
+) -> None:
+    device = grads[0].device.index
+    tables = jit.device_tables(device).data_ptr()
+    steps: Any = _list_type(type(args))()
+    warp_words = 0
+    for k, (update, grad) in enumerate(zip(updates, grads, strict=True)):
+        steps.steps[k] = args
+        step = steps.steps[k]
+        step.grad = grad.data_ptr()
+        for number, (stored, layout) in enumerate(update):
+            step.tensors[number] = template(layout)
+            part = step.tensors[number]
             part.payload, part.tables = stored.payload.data_ptr(), tables
             part.arena, part.serial = stored.spill.arena.pointer, stored.spill.serial
-        options = {
-            "ROUNDING": rounding == "fused",
-            "NESTEROV": nesterov,
-            "MAXIMIZE": maximize,
-            "DECAY": weight_decay != 0,
-            "SCALED": grad_scale is not None,
-        }
-        chosen = frozenset(name for name, on in options.items() if on)
-        kernel = jit.load("sgd_step", param_layout.preset, param_layout.dtype, device, chosen)
-        words = param_layout.capacity_words + state_layout.capacity_words
-        memory = SharedMemory(2 * _TABLE_BYTES, words * WORD_BYTES)
-        arena: Arena = param.spill.arena
-        launch_with_credit(
-            kernel,
-            args,
-            args.tensors,
-            arena,
-            (param.spill, state.spill),
-            2,
-            memory,
-            current_stream(device),
-        )
-        if grad_scale is not None:
-            # Torch's fused step leaves the unscaled gradient, unless it found an infinity.
-            skipped = torch.zeros_like(grad_scale) if found_inf is None else found_inf
-            grad.div_(torch.where(skipped == 1, torch.ones_like(grad_scale), grad_scale))
+        warp_words = max(warp_words, sum(layout.capacity_words for _, layout in update))
+    memory = SharedMemory(len(updates[0]) * _TABLE_BYTES, warp_words * WORD_BYTES)
+    kernel = _fitting(kernel, memory, device)
+    launch_with_credit(
+        kernel,
+        steps,
+        [step.tensors for step in steps.steps[: len(updates)]],
+        updates[0][0][0].spill.arena,
+        [stored.spill for update in updates for stored, _ in update],
+        len(updates[0]),
+        memory,
+        current_stream(device),
+        first_blocks=steps.first_block,
+    )
+
+
+@cache
+def _shared_memory_bytes(device: int) -> int:
+    """Bytes of shared memory that a block may have, what the kernel itself declares put aside."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the field
+    return properties.shared_memory_per_block_optin - 64
+
+
+def _fitting(kernel: jit.Loaded, memory: SharedMemory, device: int) -> jit.Loaded:
+    """``kernel``, with fewer warps a block where the shared memory of ``device`` holds no more."""
+    room = _shared_memory_bytes(device) - memory.tables
+    if kernel.warps * memory.warp <= room:
+        return kernel
+    config = dataclasses.replace(kernel.config, any_warps=False)
+    return dataclasses.replace(kernel, warps=room // memory.warp, config=config, grids={})

@@ -1,6 +1,6 @@
 // What every kernel shares: types, the launch argument, splitting values into exponents and
 // sign-fraction bytes (docs/format.md, sections 2 and 3). Constants in capitals that are not defined
-// here are prepended by jit.py: the kernel's tables (DTYPE, POOLED, STEPS, GROUPS_PER_BLOCK, WARPS),
+// here are prepended by jit.py: the kernel's row (DTYPE, POOLED, STEPS, GROUPS_PER_BLOCK, WARPS), sizes of tables,
 // its launch bounds (MIN_BLOCKS) and a step's options.
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -49,18 +49,12 @@ struct Args {
 //   window         symbol that the window of encode_pairs starts at
 // Behind the last book stand costs of all books: 16 bytes a symbol 0..256, one a book.
 #define TABLE_SINGLES      0
-#define TABLE_PAIRS        256
-#define TABLE_ENCODE       4352
-#define TABLE_ENCODE_PAIRS 4612
-#define TABLE_COST         5036
-#define TABLE_WINDOW       5296
-#define TABLE_WORDS        5300
-#define SINGLES_WORDS      256
-#define PAIR_BITS          12
-#define PAIRS_WORDS        (1 << PAIR_BITS)
-#define ENCODE_WORDS       260
-#define ENCODE_PAIRS_WORDS 424
-#define PAIR_STRIDE        27u
+#define TABLE_PAIRS        (TABLE_SINGLES + SINGLES_WORDS)
+#define TABLE_ENCODE       (TABLE_PAIRS + PAIRS_WORDS)
+#define TABLE_ENCODE_PAIRS (TABLE_ENCODE + ENCODE_WORDS)
+#define TABLE_COST         (TABLE_ENCODE_PAIRS + ENCODE_PAIRS_WORDS)
+#define TABLE_WINDOW       (TABLE_COST + COST_WORDS)
+#define TABLE_WORDS        (TABLE_WINDOW + 4)
 #define ESC_FLAG           0x8000u
 #define ZERO_FLAG          0x4000u
 #define PAIR_SLOW          0x00010000u
@@ -129,8 +123,7 @@ __device__ __forceinline__ u32 sign_fractions4(uint2 v) {
 // Four words from sign-fraction bytes and exponents that stand at bits 7..14 and 23..30 of x and y;
 // other bits of x and y are ignored.
 __device__ __forceinline__ uint2 join4(u32 sf, u32 x, u32 y) {
-    return make_uint2(blend(__byte_perm(sf, 0, 0x1100), x, EXPONENTS),
-                      blend(__byte_perm(sf, 0, 0x3322), y, EXPONENTS));
+    return make_uint2(blend(__byte_perm(sf, 0, 0x1100), x, EXPONENTS), blend(__byte_perm(sf, 0, 0x3322), y, EXPONENTS));
 }
 
 // Two BF16 values as floats, and back, rounded to nearest even.

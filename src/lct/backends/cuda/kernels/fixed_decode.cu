@@ -6,8 +6,8 @@
 #define CHUNK_STEPS 8
 
 // Steps [from, steps) with guards: groups that spilled somewhere, constant groups, tails.
-__device__ __forceinline__ void decode_rest(const Args& a, FixedDecoder decoder, const u32* singles, u32 shift, u32 group,
-                                            u32 lane, u32 from, u32 coded, u32 steps, u32 state) {
+__device__ __forceinline__ void decode_rest(const Args& a, FixedDecoder decoder, const u32* singles, u32 shift,
+                                            u32 group, u32 lane, u32 from, u32 coded, u32 steps, u32 state) {
     const u8* sign_fractions = a.payload + a.sign_fraction_offset;
     const u8* low = a.payload + a.low_offset;
     const u8* chunk = (state >> 24) & STATE_SPILLED ? chunk_data(a.arena, state & REF_MASK) : nullptr;

@@ -91,7 +91,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_encod
     const EncodeTables tables = stage_encode_tables(table, book_tables(a));
     const u32 shift = a.book == NO_CHUNK ? a.payload[4] : a.header[1] & 255u;
     __shared__ bool admitted;
-    reserve_for_block(a, 1, admitted);
+    reserve_for_block(a, blockIdx.x, 1, admitted);
     stage_wait();
     __syncthreads();
     const u32 warp = warp_number(), lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;

@@ -88,7 +88,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_enco
     }
     __shared__ bool admitted;
     const int chunks = DTYPE == 4 ? 3 : 1;
-    reserve_for_block(a, chunks, admitted);
+    reserve_for_block(a, blockIdx.x, chunks, admitted);
     const EncodeTables tables = stage_encode_tables(table, book_tables(a));
     stage_wait();
     __syncthreads();

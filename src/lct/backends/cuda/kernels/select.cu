@@ -43,7 +43,7 @@ __device__ __forceinline__ void select_pooled(const Args& a, u32 (&totals)[MOST_
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             uint4 row = costs[symbol_of(e[j] & 255u, shift)];
-            bool counts = e[j] < 256u;  // positions past the end do not
+            bool counts = e[j] < 256u;       // positions past the end do not
             bits[0] += counts ? row.x : 0u;  // at most 16 bits a value: 8 values do not carry
             bits[1] += counts ? row.y : 0u;
             bits[2] += counts ? row.z : 0u;

@@ -5,8 +5,8 @@
 struct StepArgs {
     Args tensors[TENSORS];
     void* grad;
-    const float* grad_scale;                            // or null; ROUNDING 1 only
-    const float* found_inf;                             // or null: a value other than 0 skips the step
+    const float* grad_scale;                           // or null; ROUNDING 1 only
+    const float* found_inf;                            // or null: a value other than 0 skips the step
     float lr, momentum, dampening_left, weight_decay;  // dampening_left = 1 - dampening
 };
 

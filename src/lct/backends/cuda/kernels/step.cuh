@@ -169,12 +169,23 @@ struct GroupStep {
     }
 };
 
-__device__ __forceinline__ void run_step(const StepArgs& s) {
+// Mirrors steps._list_type: what one launch steps; blocks first_block[k] to first_block[k + 1] - 1 take tensor k.
+struct StepList {
+    u32 first_block[MOST_STEPS + 1];
+    StepArgs steps[MOST_STEPS];
+};
+
+__device__ __forceinline__ void run_step(const StepList& list) {
     extern __shared__ uint4 shared[];
+    u32 number = 0;
+    while (blockIdx.x >= list.first_block[number + 1])
+        number++;
+    const StepArgs& s = list.steps[number];
+    const u32 block = blockIdx.x - list.first_block[number];
     if (s.found_inf && *s.found_inf == 1.0f) return;
     u32* tables = (u32*)shared;
     const Args& all = s.tensors[0];  // what is the same for every tensor
-    const u32 warp = warp_number(), lane = threadIdx.x % 32, group = all.first_group + blockIdx.x * warps() + warp;
+    const u32 warp = warp_number(), lane = threadIdx.x % 32, group = all.first_group + block * warps() + warp;
     const bool active = group < all.end_group, tail = group >= all.full_groups;
     const u32 steps = tail ? all.tail_steps : STEPS;
     const u64 start = quad_index(group, 0, lane);
@@ -188,12 +199,13 @@ __device__ __forceinline__ void run_step(const StepArgs& s) {
         slots[t] = next_slots + warp * a.capacity;
         next_slots += warps() * a.capacity;
         g.plane[t] = a.payload + a.sign_fraction_offset + (u64)group * GROUP_VALUES;
-        if (active) old_shifts[t] = g.old[t].fetch(a, slots[t], group, lane, steps, tail ? a.tail_capacity : a.capacity);
+        if (active)
+            old_shifts[t] = g.old[t].fetch(a, slots[t], group, lane, steps, tail ? a.tail_capacity : a.capacity);
     }
     g.grad = (const u8*)s.grad + (u64)group * (2 * GROUP_VALUES);
     if (active && !tail) g.prefetch_piece(0, lane);
     __shared__ bool admitted;
-    reserve_for_block(all, TENSORS, admitted);
+    reserve_for_block(all, block, TENSORS, admitted);
 #pragma unroll
     for (int t = 0; t < TENSORS; t++) {
         u32* own = tables + t * STEP_TABLE_WORDS;

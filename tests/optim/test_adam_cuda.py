@@ -1,0 +1,272 @@
+"""The fused Adam step on CUDA: bits of torch's own paths on dense tensors, hostile ones too."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from test_sgd_cuda import COUNT, DEVICE, ROUNDINGS, bits, gradients
+from torch import nn
+
+import lct
+from lct import ops
+from lct.nn import CompressedWeight
+from lct.tensor import CompressedTensor
+
+pytestmark = pytest.mark.gpu
+KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_kernels() -> None:
+    """Every variant of the kernel: each takes seconds to compile, but all can at the same time."""
+    from lct.backends.cuda import jit
+    from lct.dtypes import DTYPES
+    from lct.presets import get_preset
+
+    roundings = [(), ("RECIPROCAL",), ("ROUNDING",)]
+    decays = [(), ("L2_DECAY",), ("DECOUPLED_DECAY",)]
+    chosen = [
+        frozenset((*a, *b, *c))
+        for a, b, c in itertools.product(roundings, decays, [(), ("MAXIMIZE",)])
+        if (a, b, c) != (("ROUNDING",), ("L2_DECAY",), ("MAXIMIZE",))
+    ]
+    chosen += [
+        frozenset({"ROUNDING", "SCALED", "DECOUPLED_DECAY"}),
+        frozenset({"ROUNDING", "SCALED"}),
+    ]
+    preset, dtype = get_preset("pooled"), DTYPES["bfloat16"]
+    major, minor = torch.cuda.get_device_capability()
+
+    def compile_one(options: frozenset[str]) -> None:
+        variant = jit.Variant(preset, dtype, options)
+        jit._cached_code(jit.KERNELS["adam_step"], variant, f"sm_{major}{minor}")
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_one, chosen))
+
+
+def assert_bits(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    different = (bits(got) != bits(expected)).flatten().nonzero()
+    assert not len(different), (
+        f"{what} differs in {len(different)} values, first at {different[0].item()}: "
+        f"{bits(got).flatten()[different[0]].item():#x} instead of "
+        f"{bits(expected).flatten()[different[0]].item():#x}"
+    )
+
+
+def compare(
+    kind: str,
+    rounding: str,
+    steps: int,
+    capacity: int | str = "exact",
+    optimizer: str = "AdamW",
+    lr: float = 0.013,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+) -> None:
+    start = (torch.randn(COUNT, generator=torch.Generator().manual_seed(99)) * 0.02).bfloat16()
+    dense = torch.nn.Parameter(start.to(DEVICE))
+    numbers: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+    torch_adam = KINDS[optimizer](
+        [dense], betas=betas, maximize=maximize, **numbers, **ROUNDINGS[rounding]
+    )
+    tensors: list[CompressedTensor] = []
+    for step in range(steps):
+        grad = gradients(kind, step).to(DEVICE)
+        dense.grad = grad.clone()
+        torch_adam.step()
+        state = torch_adam.state[dense]
+        expected = [dense.detach(), *(state[name] for name in MOMENTS)]
+        if not tensors:
+            # Torch makes the moments at its first step; the kernel takes over from there.
+            tensors = [lct.encode(value, capacity=capacity) for value in expected]
+            continue
+        tensors[0].adam_(
+            *tensors[1:],
+            grad,
+            step=state["step"] if rounding == "fused" else state["step"].item(),
+            beta1=betas[0],
+            beta2=betas[1],
+            decoupled_weight_decay=optimizer == "AdamW",
+            maximize=maximize,
+            rounding=rounding,
+            grad_scale=None,
+            found_inf=None,
+            **numbers,
+        )
+        for name, compressed, value in zip(("parameter", *MOMENTS), tensors, expected, strict=True):
+            assert_bits(compressed.decode(), value, f"{name} at step {step}")
+    # What a step leaves is what an encode of the same values with the same book gives.
+    for compressed in tensors:
+        again = CompressedTensor.from_canonical(
+            compressed.canonical_bytes(), compressed.shape, DEVICE
+        )
+        assert torch.equal(bits(again.decode()), bits(compressed.decode()))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("decay", ["none", "L2", "decoupled"])
+def test_bits_of_torch(decay: str, maximize: bool, rounding: str) -> None:
+    if (decay, maximize, rounding) == ("L2", True, "fused"):
+        with pytest.raises(ValueError, match="maximize with L2 decay"):
+            compare("gaussian", rounding, 2, optimizer="Adam", weight_decay=0.1, maximize=True)
+        return
+    compare(
+        "gaussian",
+        rounding,
+        12,
+        optimizer="AdamW" if decay == "decoupled" else "Adam",
+        weight_decay=0.0 if decay == "none" else 0.1,
+        maximize=maximize,
+    )
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"betas": (0.3, 0.95), "lr": 0.1},
+        {"betas": (0.5, 0.99)},
+        {"betas": (0.0, 0.0), "lr": 1},
+        {"betas": (0.9, 1e-9)},
+        {"betas": (0.95, 0.9999999), "eps": 1e-15},
+        {"eps": 0.0, "lr": 0.3},
+        {"eps": 0.1, "lr": 1e-6},
+        {"lr": 0.0, "weight_decay": 0.5},
+    ],
+    ids=str,
+)
+def test_bits_for_numbers(numbers: dict[str, Any], rounding: str) -> None:
+    # Room for any values: a layout that stores them dense has nothing for the kernel.
+    compare("gaussian", rounding, 8, 1024, **numbers)
+    compare("sparse", rounding, 4, 1024, **numbers)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("kind", ["sparse", "random bits", "extremes", "nan"])
+@pytest.mark.parametrize("capacity", [200, 768])
+def test_hostile_gradients(kind: str, rounding: str, capacity: int) -> None:
+    compare(kind, rounding, 20, capacity, lr=0.1, weight_decay=0.01)
+
+
+def test_large_slots_take_fewer_warps() -> None:
+    compare("gaussian", "foreach", 3, 1536)
+
+
+def test_small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lct.backends.cuda import arena
+
+    monkeypatch.setattr(arena.of(0), "limit_chunks", 6)
+    compare("random bits", "foreach", 10, 68, lr=0.1)
+    assert arena.of(0).counters().failed_groups == 0
+
+
+class Model(nn.Module):
+    """Two matrices, a channels-last kernel and a vector, all with random gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        kernel = torch.randn(64, 32, 3, 3) * 0.02
+        self.first = nn.Parameter(torch.randn(300, 257) * 0.02)
+        self.second = nn.Parameter(torch.randn(128, 512) * 0.02)
+        self.kernel = nn.Parameter(kernel.contiguous(memory_format=torch.channels_last))
+        self.vector = nn.Parameter(torch.randn(100))
+        self.to(DEVICE, torch.bfloat16)
+
+    def set_grads(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in self.parameters():
+            values = torch.randn(parameter.shape, generator=generator).to(DEVICE, torch.bfloat16)
+            grad = torch.empty_strided(
+                parameter.shape, parameter.stride(), device=DEVICE, dtype=torch.bfloat16
+            )
+            parameter.grad = grad.copy_(values)
+
+
+def count_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that grows by the rounding of every parameter that a kernel steps."""
+    taken: list[str] = []
+    fused_adam = ops.fused_adam
+
+    def counted(updates: Any, grads: Any, **update: Any) -> None:
+        taken.extend([update["rounding"]] * len(updates))
+        fused_adam(updates, grads, **update)
+
+    monkeypatch.setattr(ops, "fused_adam", counted)
+    return taken
+
+
+def assert_same(model: Model, optimizer: Any, dense: Model, expected: Any) -> None:
+    for (name, got), (_, want) in zip(
+        model.named_parameters(), dense.named_parameters(), strict=True
+    ):
+        plain = got.dense() if isinstance(got, CompressedWeight) else got
+        assert_bits(plain.detach(), want.detach(), name)
+        assert_bits(got.grad, want.grad, f"gradient of {name}")
+    ours, theirs = optimizer.state_dict()["state"], expected.state_dict()["state"]
+    assert ours.keys() == theirs.keys()
+    for key, values in theirs.items():
+        for name in MOMENTS:
+            assert_bits(ours[key][name], values[name], f"{name} of parameter {key}")
+        assert ours[key]["step"].item() == values["step"].item()
+        assert ours[key]["step"].device == values["step"].device
+
+
+@pytest.mark.parametrize("rounding", [None, *ROUNDINGS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizer(kind: str, rounding: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = count_kernels(monkeypatch)
+    choice = ROUNDINGS[rounding] if rounding else {}
+    dense, model = Model(), Model()
+    lct.compress_(model)
+    expected = KINDS[kind](dense.parameters(), lr=0.01, weight_decay=0.1, **choice)
+    optimizer = getattr(lct.optim, kind)(model.parameters(), lr=0.01, weight_decay=0.1, **choice)
+    for step in range(10):
+        for one, its in ((dense, expected), (model, optimizer)):
+            one.set_grads(step)
+            its.step()
+    assert_same(model, optimizer, dense, expected)
+    # The first step makes the moments; vectors are never compressed.
+    assert taken == [rounding or "foreach"] * (9 * 3)
+
+
+def test_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = count_kernels(monkeypatch)
+    dense, model = Model(), Model()
+    lct.compress_(model)
+    options: dict[str, Any] = {"amsgrad": True, "foreach": True}
+    expected = torch.optim.Adam(dense.parameters(), **options)
+    optimizer = lct.optim.Adam(model.parameters(), **options)
+    for step in range(3):
+        for one, its in ((dense, expected), (model, optimizer)):
+            one.set_grads(step)
+            its.step()
+    assert_same(model, optimizer, dense, expected)
+    assert not taken
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grad_scale_and_found_inf(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = count_kernels(monkeypatch)
+    decay = 0.0 if kind == "Adam" else 0.1
+    dense, model = Model(), Model()
+    lct.compress_(model)
+    expected = KINDS[kind](dense.parameters(), lr=0.01, weight_decay=decay, fused=True)
+    optimizer = getattr(lct.optim, kind)(
+        model.parameters(), lr=0.01, weight_decay=decay, fused=True
+    )
+    for step, found in enumerate([0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]):
+        for one, its in ((dense, expected), (model, optimizer)):
+            one.set_grads(step)
+            its.grad_scale = torch.tensor(3.1 if step % 2 else 65536.0, device=DEVICE)
+            its.found_inf = torch.tensor(found, device=DEVICE)
+            its.step()
+        assert_same(model, optimizer, dense, expected)
+    assert taken == ["fused"] * (6 * 3)
