@@ -64,9 +64,7 @@ def test_row(name: str, rounding: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("size", [2**18, 2**24])
-def test_row_on_a_gpu(
-    name: str, rounding: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_on_a_gpu(name: str, rounding: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Hundreds of sets of small buffers, as a benchmark takes, would make the gate last minutes.
     monkeypatch.setattr(optim, "rotations_for", lambda *_: 3)
     device = torch.device("cuda", torch.cuda.current_device())

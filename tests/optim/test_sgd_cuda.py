@@ -225,10 +225,11 @@ def test_channels_last(rounding: str) -> None:
     ours = module[0]
     options = {"lr": 0.1, "momentum": 0.9, **ROUNDINGS[rounding]}
     expected, optimizer = torch.optim.SGD([dense], **options), lct.optim.SGD([ours], **options)
-    for step in range(4):
+    # Torch's fused step takes no gradient that lies otherwise than its weight; the last one does.
+    for step in range(3 if rounding == "fused" else 4):
         grad = torch.randn(64, 32, 3, 3, generator=torch.Generator().manual_seed(step)) * 1e-2
         grad = grad.bfloat16().to(DEVICE)
-        if step < 3:  # the last one lies otherwise
+        if step < 3:
             grad = grad.to(memory_format=torch.channels_last)
         dense.grad, ours.grad = grad.clone(), grad.clone()
         expected.step()

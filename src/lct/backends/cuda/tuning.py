@@ -33,18 +33,17 @@ class LaunchConfig:
         """Warps that a multiprocessor holds, on the measured architecture."""
         return self.warps * self.measured_min_blocks
 
-    def min_blocks(self, arch: str, dtype: DType, options: frozenset[str]) -> int:
-        """Blocks a multiprocessor for ``arch``, ``dtype`` and a step's options (jit.Variant)."""
-        measured = arch == MEASURED_ARCH and dtype is _MEASURED_DTYPE and not options
+    def min_blocks(self, arch: str, dtype: DType) -> int:
+        """Blocks a multiprocessor for ``arch`` and ``dtype``."""
+        measured = arch == MEASURED_ARCH and dtype is _MEASURED_DTYPE
         return self.measured_min_blocks if measured else self.other_min_blocks
 
 
 LAUNCH: dict[str, LaunchConfig] = {
-    # 2^28 values: 6 blocks (80 registers) 1.20 times a copy's time, 8 blocks (64 registers) 1.13.
+    # Measured with benchmarks/sweep.py; docs/performance.md, Notebook.
     "pooled_encode": LaunchConfig(8, 3, 2, any_warps=True),
     "pooled_decode": LaunchConfig(8, 5, 4, any_warps=True),
     "pooled_needs": LaunchConfig(4),
-    # 2^28 values: 3 blocks (80 registers) 1.41, 4 blocks (64 registers) and a faster search 1.25.
     "fixed_encode": LaunchConfig(8, 4, 3),
     "fixed_decode": LaunchConfig(8, 6, 4),
     "sgd_step": LaunchConfig(10, 2, 1, any_warps=True),
