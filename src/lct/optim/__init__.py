@@ -1,6 +1,7 @@
 """Torch's optimizers with compressed state: same arguments, state keys and bits."""
 
 from .adam import Adam, AdamW
+from .in_backward import StepInBackward, step_in_backward
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW"]
+__all__ = ["SGD", "Adam", "AdamW", "StepInBackward", "step_in_backward"]
