@@ -108,7 +108,7 @@ def test_chosen_optimizers_and_roundings(tmp_path: Path) -> None:
 
 def wrong_step(after: int) -> Any:
     """A step of a compressed weight that flips one bit of the momentum from step ``after`` on."""
-    right, calls = sgd._step_compressed, [0]
+    right, calls = sgd._decode_step_encode, [0]
 
     def step(param: torch.Tensor, buffer: Any, update: Any) -> Any:
         new = right(param, buffer, update)
@@ -133,7 +133,7 @@ def wrong_step(after: int) -> Any:
 def test_wrong_bits_give_no_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, where: str
 ) -> None:
-    monkeypatch.setattr(sgd, "_step_compressed", wrong_step(after))
+    monkeypatch.setattr(sgd, "_decode_step_encode", wrong_step(after))
     report = tmp_path / "r.json"
     result = run(
         *("--device", "cpu", "--sizes", SIZE, "--optimizer", "sgd", "--repetitions", 1),

@@ -2,6 +2,7 @@
 
 from .adam import Adam, AdamW
 from .in_backward import StepInBackward, step_in_backward
+from .muon import Muon
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "StepInBackward", "step_in_backward"]
+__all__ = ["SGD", "Adam", "AdamW", "Muon", "StepInBackward", "step_in_backward"]
