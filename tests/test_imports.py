@@ -32,7 +32,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lct.backends",),  # the arena is a part of the CUDA backend
     ("lct.ops",),
     ("lct.tensor",),
-    ("lct.nn", "lct.optim", "lct.checkpoint", "lct.analysis", "lct.memory", "lct.atomic"),
+    (
+        "lct.nn",
+        "lct.optim",
+        "lct.checkpoint",
+        "lct.analysis",
+        "lct.memory",
+        "lct.report",
+        "lct.atomic",
+    ),
     ("lct",),  # the public API: the file src/lct/__init__.py alone
     ("lct.cli", "lct.bench", "lct.demo", "lct.__main__"),
 )

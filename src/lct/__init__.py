@@ -10,6 +10,7 @@ from .nn import (
     compression_report,
     decompress_,
 )
+from .report import memory_report
 from .tensor import CompressedTensor, decode, encode, reserve_arena, stats
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "decompress_",
     "encode",
     "load_file",
+    "memory_report",
     "optim",
     "reserve_arena",
     "save_file",
