@@ -87,14 +87,14 @@ KERNELS: dict[str, Kernel] = {
         Kernel("fixed_decode", (*_POOLED, "fixed.cuh", "fixed_decode.cu"), False),
         Kernel(
             "sgd_step",
-            (*_POOLED, "pooled_group.cuh", "sgd_update.cuh", "step.cuh", "sgd.cu"),
+            (*_POOLED, "pooled_group.cuh", "update.cuh", "sgd_update.cuh", "step.cuh", "sgd.cu"),
             True,
             ("POOLED", "STEPS", "GROUPS_PER_BLOCK"),
             _SGD_OPTIONS,
         ),
         Kernel(
             "adam_step",
-            (*_POOLED, "pooled_group.cuh", "adam_update.cuh", "step.cuh", "adam.cu"),
+            (*_POOLED, "pooled_group.cuh", "update.cuh", "adam_update.cuh", "step.cuh", "adam.cu"),
             True,
             ("POOLED", "STEPS", "GROUPS_PER_BLOCK"),
             _ADAM_OPTIONS,

@@ -41,14 +41,8 @@ struct Update {
 
     // Two values, packed: parameter and moments are replaced.
     __device__ __forceinline__ void operator()(u32 (&values)[TENSORS], u32 grad) const {
-        float2 p = unpack2(values[0]), m = unpack2(values[1]), v = unpack2(values[2]), g = unpack2(grad);
-#if SCALED
-        g = make_float2(__fdiv_rn(g.x, scale), __fdiv_rn(g.y, scale));
-#endif
-#if MAXIMIZE
-        g = make_float2(-g.x, -g.y);
-        g = round_op(g);
-#endif
+        float2 p = unpack2(values[0]), m = unpack2(values[1]), v = unpack2(values[2]);
+        float2 g = gradient(grad, scale);
 #if L2_DECAY
         g = round_op(fma2(decay, p, g));
 #endif
@@ -83,19 +77,8 @@ struct Update {
     }
 
   private:
-    __device__ __forceinline__ static float2 fma2(float a, float2 b, float2 c) {
-        return make_float2(__fmaf_rn(a, b.x, c.x), __fmaf_rn(a, b.y, c.y));
-    }
-    __device__ __forceinline__ static float2 mul2(float a, float2 b) {
-        return make_float2(__fmul_rn(a, b.x), __fmul_rn(a, b.y));
-    }
     __device__ __forceinline__ static float2 square2(float2 a) {
         return make_float2(__fmul_rn(a.x, a.x), __fmul_rn(a.y, a.y));
     }
-    __device__ __forceinline__ static float2 div2(float2 a, float b) {
-        return make_float2(__fdiv_rn(a.x, b), __fdiv_rn(a.y, b));
-    }
     __device__ __forceinline__ static float2 sqrt2(float2 a) { return make_float2(__fsqrt_rn(a.x), __fsqrt_rn(a.y)); }
-    // After each operation of torch's foreach and single-tensor paths; the fused path stays in FP32.
-    __device__ __forceinline__ static float2 round_op(float2 v) { return ROUNDING == 0 ? unpack2(pack2(v)) : v; }
 };
