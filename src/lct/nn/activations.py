@@ -50,8 +50,8 @@ SAVE_RULES: dict[torch.dtype, SaveRule] = {
 # A view of less than this share of its storage is kept as it is, unless the storage is stored
 # anyway: encoding all of a large buffer for a few rows would not pay.
 MIN_COVERAGE = 1 / 4
-# Room of a group: activations are wider than weights, and groups of normed ones and of attention
-# outputs that would spill in the default 748 words fit (docs/format.md, "Capacity classes").
+# Room of a group: activations are wider than weights, and many groups that would spill in
+# the default 748 words fit (docs/format.md, "Capacity classes").
 CAPACITY_WORDS = 784
 # Decoded storages that wait for their other consumers (k and q, after v) may take this much.
 SHARED_DECODED_BYTES = 256 << 20

@@ -171,7 +171,7 @@ def source(kernel: Kernel, variant: Variant, arch: str) -> str:
     used |= _SIZES
     used["WARPS"] = kernel.warps
     dtype = variant.dtype if "DTYPE" in kernel.constants else DTYPES["bfloat16"]
-    used["MIN_BLOCKS"] = LAUNCH[kernel.entry].min_blocks(arch, dtype)
+    used["MIN_BLOCKS"] = LAUNCH[kernel.entry].min_blocks(arch, dtype, variant.options)
     parts = [f"#define {name} {value}" for name, value in used.items()]
     for name in kernel.files:
         parts.append(f'#line 1 "{name}"\n{(KERNEL_DIR / name).read_text()}')

@@ -42,7 +42,7 @@ struct Update {
     // Two values, packed: parameter and moments are replaced.
     __device__ __forceinline__ void operator()(u32 (&values)[TENSORS], u32 grad) const {
         float2 p = unpack2(values[0]), m = unpack2(values[1]), v = unpack2(values[2]);
-        float2 g = gradient(grad, scale);
+        float2 g = gradient(unpack2(grad), scale);
 #if L2_DECAY
         g = round_op(fma2(decay, p, g));
 #endif

@@ -35,9 +35,9 @@ __device__ __forceinline__ bool reserve_chunks(Arena* arena, int count) {
 }
 
 // In captured launches: credit for `chunks` a group, for all groups of block `block` of the payload (one a warp), by
-// one thread; others have it after the next __syncthreads. Groups of a block without credit are counted and left as they were, and so are
-// all after them until the host has been told (arena.py, `check`). One reservation a block: atomics on one word
-// come one after the other.
+// one thread; others have it after the next __syncthreads. Groups of a block without credit are counted and left as
+// they were, and so are all after them until the host has been told (arena.py, `check`). One reservation a block:
+// atomics on one word come one after the other.
 __device__ __forceinline__ void reserve_for_block(const Args& a, u32 block, u32 chunks, bool& admitted) {
     if (threadIdx.x != 0) return;
     admitted = true;

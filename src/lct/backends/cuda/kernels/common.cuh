@@ -185,7 +185,7 @@ __device__ __forceinline__ void stage_table(u32* to, const u32* from, u32 words)
 
 // Bring what follows soon into L2: `bytes`, a multiple of 16, from an address that is a multiple of 16. One warp
 // calls. Registers for loads this far ahead would cost resident warps. (Loads of what was prefetched must not be
-// evict-first, `__ldcs`: that cost 5 to 10 % of the time of a whole encode or decode on an H200.)
+// evict-first, `__ldcs`: docs/performance.md, Notebook.)
 __device__ __forceinline__ void prefetch(const void* from, u32 bytes, u32 lane) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{.reg .pred p; setp.eq.u32 p, %2, 0; @p cp.async.bulk.prefetch.L2.global [%0], %1;}" ::"l"(from),
@@ -195,7 +195,7 @@ __device__ __forceinline__ void prefetch(const void* from, u32 bytes, u32 lane) 
         asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)from + i));
 #endif
 }
-// Steps whose bytes are fetched at a time. More cost 5 to 20 % on an H200, fewer as well.
+// Steps whose bytes are fetched at a time (docs/performance.md, Notebook).
 #define PREFETCH_STEPS 8
 __device__ __forceinline__ bool prefetch_is_due(u32 step) {
     return step % PREFETCH_STEPS == 0 && step + PREFETCH_STEPS < STEPS;

@@ -23,7 +23,7 @@ struct FixedDecoder {
         }
     }
     // Exponents of the next quad, at bits 7..14 and 23..30. One look-up a value: lanes refill on their own here, and
-    // look-ups of pairs, which fail for some lane every few steps, cost 10 % of the time of a decode on an H200.
+    // look-ups of pairs, which fail for some lane every few steps, are slower.
     __device__ __forceinline__ uint2 quad(const u32* singles, u32 shift) {
         refill();
         u32 window = __funnelshift_lc(lo, hi, position), e[4];

@@ -66,7 +66,7 @@ struct GroupEncoder {
     }
 
     __device__ __forceinline__ void chunk(u32 step0) {
-        uint4 dense[CHUNK_STEPS];  // all loads before the first store: see docs/performance.md
+        uint4 dense[CHUNK_STEPS];  // all loads before the first store, over which the compiler may move none
 #pragma unroll
         for (int k = 0; k < CHUNK_STEPS; k++)
             dense[k] = load_dense(a.dense, quad_index(group, step0 + k, lane));

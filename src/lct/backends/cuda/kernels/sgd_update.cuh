@@ -6,7 +6,7 @@ struct StepArgs {
     Args tensors[TENSORS];
     void* grad;
     const float* grad_scale;                           // or null; ROUNDING 1 only
-    const float* found_inf;                            // or null: a value other than 0 skips the step
+    const float* found_inf;                            // or null: 1 skips the step
     float lr, momentum, dampening_left, weight_decay;  // dampening_left = 1 - dampening
 };
 
@@ -23,7 +23,8 @@ struct Update {
 
     // Two values, packed: parameter and buffer are replaced.
     __device__ __forceinline__ void operator()(u32 (&values)[TENSORS], u32 grad) const {
-        float2 w = unpack2(values[0]), g = gradient(grad, scale), b = unpack2(values[1]);
+        float2 w = unpack2(values[0]), g = unpack2(grad), b = unpack2(values[1]);
+        g = gradient(g, scale);
 #if DECAY
         g = round_op(fma2(weight_decay, w, g));
 #endif

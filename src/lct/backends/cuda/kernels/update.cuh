@@ -10,8 +10,7 @@ __device__ __forceinline__ float2 mul2(float a, float2 b) { return make_float2(_
 __device__ __forceinline__ float2 div2(float2 a, float b) { return make_float2(__fdiv_rn(a.x, b), __fdiv_rn(a.y, b)); }
 
 // The gradient as the update takes it.
-__device__ __forceinline__ float2 gradient(u32 packed, float scale) {
-    float2 g = unpack2(packed);
+__device__ __forceinline__ float2 gradient(float2 g, float scale) {
 #if SCALED
     g = div2(g, scale);
 #endif
