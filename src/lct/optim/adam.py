@@ -26,13 +26,12 @@ class Adam(CompressedState, torch.optim.Adam):
 
     ``exp_avg``, ``exp_avg_sq`` (and ``max_exp_avg_sq`` with ``amsgrad``) of every parameter with
     two or more dimensions (BF16, FP16 or FP32; a weight of ``lct.compress_`` or a dense one) are
-    held compressed; ``step`` is a plain tensor, as torch's. Parameters are stepped one by one. On
-    CUDA one kernel steps a compressed BF16 weight and its moments without a dense copy, from the
-    second step on, where ``lr`` and ``betas`` are numbers and ``amsgrad`` is off (and not for
-    ``fused`` with ``maximize`` and L2 decay together); any other parameter is decoded, stepped by
-    torch and encoded before the next one is. The bits are those of
-    torch's implementation for ``foreach=True``, ``foreach=False`` or ``fused=True`` on dense
-    weights on the same device.
+    held compressed; ``step`` is a plain tensor, as torch's. On CUDA kernels step compressed BF16
+    weights and their moments without a dense copy, from the second step on, where ``lr`` and
+    ``betas`` are numbers and ``amsgrad`` is off (and not for ``fused`` with ``maximize`` and L2
+    decay together); any other parameter is decoded, stepped by torch and encoded before the next
+    one is. The bits are those of torch's implementation for ``foreach=True``, ``foreach=False`` or
+    ``fused=True`` on dense weights on the same device.
 
     ValueError for ``differentiable=True`` and ``capturable=True``, for a tensor ``lr`` or tensor
     ``betas`` with torch's foreach implementation, and for a parameter given twice. RuntimeError for

@@ -53,8 +53,8 @@ class SGD(CompressedState, torch.optim.SGD):
     those of ``torch.optim.SGD`` with the same arguments on dense weights on the same device, for
     ``foreach=True`` (torch's choice on CUDA), ``foreach=False`` (its choice on the CPU) and
     ``fused=True`` (on the CPU in FP32: torch 2.13's fused CPU kernel does not repeat its own bits
-    for BF16 and FP16 momentum). Parameters are stepped one by one, so that one is decoded at a
-    time.
+    for BF16 and FP16 momentum). On CUDA kernels step compressed BF16 weights and momentum, many a
+    launch, without a dense copy; other parameters are decoded, stepped and encoded one by one.
 
     Takes dense gradients for weights: RuntimeError for sparse ones. ValueError for
     ``differentiable=True``, and for a parameter given twice.
