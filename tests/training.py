@@ -257,3 +257,28 @@ def check_checkpoints_go_to_torch_and_back(kind: str, path: Path, **options: Any
     assert_same_losses(expected, losses)
     assert_same_model(model, run)
     assert_same_state(optimizer, run_optimizer)
+
+
+def check_grad_scaler(make_optimizer: Callable[[bool, Any], torch.optim.Optimizer]) -> None:
+    """``make_optimizer(compressed, params)`` under a GradScaler, with an overflow: torch's bits and
+    scale.
+    """
+    results = []
+    for compressed in (False, True):
+        torch.manual_seed(0)
+        model = Mlp()
+        if compressed:
+            lct.compress_(model)
+        optimizer = make_optimizer(compressed, model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = model(x).square().mean() * (float("inf") if step == 3 else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((model, optimizer, scaler.get_scale()))
+    assert results[0][2] == results[1][2]
+    assert_same_model(results[0][0], results[1][0])
+    assert_same_state(results[0][1], results[1][1])

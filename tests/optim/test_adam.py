@@ -27,6 +27,7 @@ from training import (
     assert_same_model,
     assert_same_state,
     check_checkpoints_go_to_torch_and_back,
+    check_grad_scaler,
     make,
     mlp_batches,
     mlp_loss,
@@ -403,24 +404,9 @@ def test_fused_honours_grad_scale_and_found_inf(found: float) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler(fused: bool) -> None:
-    results = []
-    for compressed in (False, True):
-        torch.manual_seed(0)
-        model = Mlp()
-        if compressed:
-            lct.compress_(model)
-        optimizer = kind_of("Adam", compressed)(model.parameters(), fused=fused)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = model(x).square().mean() * (float("inf") if step == 3 else 1)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        results.append((model, optimizer))
-    assert_same_model(results[0][0], results[1][0])
-    assert_same_state(results[0][1], results[1][1])
+    check_grad_scaler(
+        lambda compressed, params: kind_of("Adam", compressed)(params, fused=fused),
+    )
 
 
 def stepped_by_torch(
