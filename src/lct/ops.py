@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,13 @@ class Stored:
     """What a backend keeps for a tensor.
 
     ``payload``: uint8 (layout.size_bytes,). ``spill``: canonical uint8 on the CPU; a lease on the
-    device's arena on CUDA (it gives the chunks back when it is dropped).
+    device's arena on CUDA (it gives the chunks back when it is dropped). ``step_args``: what the
+    CUDA backend keeps of the last fused step that took this parameter.
     """
 
     payload: torch.Tensor
     spill: Any
+    step_args: Any = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class GroupCounts:
     spill_bytes: int
 
 
+@cache
 def _cuda() -> Any:
     from .backends import cuda
 
@@ -217,8 +221,21 @@ def arena_report() -> dict[str, dict[str, int]]:
 
 
 def arena_used_chunks(device: torch.device) -> int:
-    """Chunks of the arena of ``device`` in use, as the host last heard. Does not wait."""
+    """Chunks of the arena of ``device`` in use, as the host last heard. Does not wait.
+
+    0 while a graph is captured, when the device must not be asked.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return 0
     return _cuda().arena.of(device.index).known_used_chunks()
+
+
+def settle_arena(device: torch.device) -> int:
+    """Chunks of the arena of ``device`` in use once those of dropped payloads are given back.
+
+    Synchronises.
+    """
+    return _cuda().arena.of(device.index).settle()
 
 
 def reserve_arena(size_bytes: int, device: torch.device) -> None:

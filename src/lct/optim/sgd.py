@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT, _device_dtype_check_for_fused
@@ -24,8 +22,7 @@ from .base import (
 )
 
 
-@dataclass(frozen=True)
-class SgdUpdate:
+class SgdUpdate(NamedTuple):
     """Everything but the tensors of one parameter that a step depends on.
 
     ``rounding``: which of torch's implementations to equal. ``mixed``: other parameters of its
@@ -91,8 +88,7 @@ class SGD(CompressedState, torch.optim.SGD):
             fused=fused,
         )
 
-    def _plan(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor], Rounding]:
-        params = [p for p in group["params"] if p.grad is not None]
+    def _check(self, group: dict[str, Any], params: list[torch.Tensor]) -> Rounding:
         for param in params:
             if isinstance(param, CompressedWeight) and _is_sparse(param):
                 raise RuntimeError(
@@ -101,7 +97,7 @@ class SGD(CompressedState, torch.optim.SGD):
                 )
             if group["fused"]:
                 _device_dtype_check_for_fused(param)
-        return group, params, choose_rounding(params, group["foreach"], group["fused"])
+        return choose_rounding(params, group["foreach"], group["fused"])
 
     def _step_group(
         self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
@@ -109,7 +105,7 @@ class SGD(CompressedState, torch.optim.SGD):
         momentum = group["momentum"]
         without: set[Any] = set()
         having: set[Any] = set()
-        if momentum != 0:
+        if momentum != 0 and len(params) > 1:
             for param in params:
                 empty = self.state[param].get("momentum_buffer") is None
                 (without if empty else having).add((param.device, param.dtype))
@@ -126,11 +122,13 @@ class SGD(CompressedState, torch.optim.SGD):
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
         )
-        updates = {False: update, True: dataclasses.replace(update, mixed=True)}
+        updates = {False: update}
+        if mixed_kinds:
+            updates[True] = update._replace(mixed=True)
         dense: dict[bool, list[torch.Tensor]] = {}
         payloads: dict[torch.device, list[CompressedWeight]] = {}
         for param in params:
-            mixed = (param.device, param.dtype) in mixed_kinds
+            mixed = bool(mixed_kinds) and (param.device, param.dtype) in mixed_kinds
             state = self.state[param] if momentum != 0 else {}
             has_state = momentum != 0 and has_compressible_state(param) and not _is_sparse(param)
             if _takes_kernel(param, state.get("momentum_buffer"), updates[mixed]):

@@ -17,9 +17,9 @@ from .codec import (
     ENCODE_TABLE_BYTES,
     SharedMemory,
     aligned,
+    current_device,
     current_stream,
     launch_with_credit,
-    on_device,
     template,
 )
 
@@ -161,32 +161,34 @@ def _launch(
     found_inf: torch.Tensor | None,
 ) -> None:
     """Step ``updates`` with the kernel ``entry``; ``args`` has all that they share."""
-    device = grads[0].device.index
-    with on_device(device):
-        shared: Any = args
-        if grad_scale is not None:
-            grad_scale = grad_scale.to(grads[0].device, non_blocking=True)
-            shared.grad_scale = grad_scale.data_ptr()
+    device = grads[0].get_device()
+    if current_device() != device:
+        with torch.cuda.device(device):
+            return _launch(entry, args, updates, grads, options, grad_scale, found_inf)
+    shared: Any = args
+    if grad_scale is not None:
+        grad_scale = grad_scale.to(grads[0].device, non_blocking=True)
+        shared.grad_scale = grad_scale.data_ptr()
+    if found_inf is not None:
+        found_inf = found_inf.to(grads[0].device, non_blocking=True)
+        shared.found_inf = found_inf.data_ptr()
+    chosen = frozenset([name for name, on in options.items() if on])
+    if grad_scale is not None:
+        chosen |= {"SCALED"}
+    layout = updates[0][0][1]
+    kernel = jit.load(entry, layout.preset, layout.dtype, device, chosen)
+    # Referenced until the launches are enqueued.
+    dense = [aligned(grad.contiguous()) for grad in grads]
+    for batch in _batches(updates, updates[0][0][0].spill.arena.limit_chunks):
+        _launch_batch(kernel, args, [updates[k] for k in batch], [dense[k] for k in batch])
+    if grad_scale is not None:
+        # Torch's fused step leaves the unscaled gradient, unless it found an infinity. One
+        # dimension: else the quotient would be computed with the scale rounded to BF16.
+        scale = grad_scale.reshape(1)
         if found_inf is not None:
-            found_inf = found_inf.to(grads[0].device, non_blocking=True)
-            shared.found_inf = found_inf.data_ptr()
-        chosen = frozenset(name for name, on in options.items() if on)
-        if grad_scale is not None:
-            chosen |= {"SCALED"}
-        layout = updates[0][0][1]
-        kernel = jit.load(entry, layout.preset, layout.dtype, device, chosen)
-        # Referenced until the launches are enqueued.
-        dense = [aligned(grad.contiguous()) for grad in grads]
-        for batch in _batches(updates, updates[0][0][0].spill.arena.limit_chunks):
-            _launch_batch(kernel, args, [updates[k] for k in batch], [dense[k] for k in batch])
-        if grad_scale is not None:
-            # Torch's fused step leaves the unscaled gradient, unless it found an infinity. One
-            # dimension: else the quotient would be computed with the scale rounded to BF16.
-            scale = grad_scale.reshape(1)
-            if found_inf is not None:
-                scale = torch.where(found_inf.reshape(1) == 1, torch.ones_like(scale), scale)
-            for grad in grads:
-                grad.div_(scale)
+            scale = torch.where(found_inf.reshape(1) == 1, torch.ones_like(scale), scale)
+        for grad in grads:
+            grad.div_(scale)
 
 
 def _batches(updates: Sequence[Update], limit_chunks: int) -> Iterator[list[int]]:
@@ -206,26 +208,40 @@ def _batches(updates: Sequence[Update], limit_chunks: int) -> Iterator[list[int]
         yield batch
 
 
+def _payloads(update: Update, device: int) -> ctypes.Array[jit.Args]:
+    """What the kernel reads of the update's payloads; kept with the parameter's until one moves."""
+    first = update[0][0]
+    kept = first.step_args
+    if kept is not None and len(kept) == len(update):
+        for part, (stored, _) in zip(kept, update, strict=True):
+            # A serial number belongs to one payload as long as it lives.
+            if part.serial != stored.spill.serial or part.payload != stored.payload.data_ptr():
+                break
+        else:
+            return kept
+    kept = (jit.Args * len(update))(*(template(layout) for _, layout in update))
+    tables = jit.device_tables(device).data_ptr()
+    for part, (stored, _) in zip(kept, update, strict=True):
+        part.payload, part.tables = stored.payload.data_ptr(), tables
+        part.arena, part.serial = stored.spill.arena.pointer, stored.spill.serial
+    first.step_args = kept
+    return kept
+
+
 def _launch_batch(
     kernel: jit.Loaded,
     args: ctypes.Structure,
     updates: Sequence[Update],
     grads: Sequence[torch.Tensor],
 ) -> None:
-    device = grads[0].device.index
-    tables = jit.device_tables(device).data_ptr()
+    device = grads[0].get_device()
     steps: Any = _list_type(type(args))()
     warp_words = 0
-    for k, (update, grad) in enumerate(zip(updates, grads, strict=True)):
-        steps.steps[k] = args
-        step = steps.steps[k]
+    for step, update, grad in zip(steps.steps, updates, grads, strict=False):
+        ctypes.memmove(ctypes.addressof(step), ctypes.addressof(args), ctypes.sizeof(args))
+        step.tensors = _payloads(update, device)
         step.grad = grad.data_ptr()
-        for number, (stored, layout) in enumerate(update):
-            step.tensors[number] = template(layout)
-            part = step.tensors[number]
-            part.payload, part.tables = stored.payload.data_ptr(), tables
-            part.arena, part.serial = stored.spill.arena.pointer, stored.spill.serial
-        warp_words = max(warp_words, sum(layout.capacity_words for _, layout in update))
+        warp_words = max(warp_words, sum([layout.capacity_words for _, layout in update]))
     memory = SharedMemory(len(updates[0]) * _TABLE_BYTES, warp_words * WORD_BYTES)
     kernel = _fitting(kernel, memory, device)
     launch_with_credit(
