@@ -28,7 +28,7 @@ from lct.tensor import live_tensors
 LARGE, SMALL, SETS = 2**28, 2**24, 8
 FLOOR_COPIES = {"sgd_step": 2.5, "adam_step": 3.5}
 UPDATE: dict[str, Any] = {
-    "lr": 1e-3,
+    "lr": 1e-7,
     "momentum": 0.9,
     "dampening": 0.0,
     "weight_decay": 0.0,
@@ -42,7 +42,7 @@ UPDATE: dict[str, Any] = {
 
 ADAM_UPDATE: dict[str, Any] = {
     "step": 1000.0,
-    "lr": 1e-4,
+    "lr": 1e-7,
     "beta1": 0.9,
     "beta2": 0.999,
     "eps": 1e-8,

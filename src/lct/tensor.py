@@ -467,6 +467,8 @@ def relieve_arena(device: torch.device, tensors: Callable[[], Iterable[Compresse
         return
     if ops.arena_used_chunks(device) <= _relief_thresholds.get(device, _RELIEF_CHUNKS):
         return
+    if torch.cuda.is_current_stream_capturing():
+        return
     # What dropped payloads held is given back: many chunks may be in use for that alone.
     used = ops.settle_arena(device)
     if used > _RELIEF_CHUNKS:

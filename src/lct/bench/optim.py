@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ FIRST_STEPS = 2
 # State is timed as training leaves it, an average over many gradients: squares of a single one
 # have twice the range in octaves, as moments have it in the first steps alone.
 AVERAGED_GRADIENTS = 32
+# Thousands of timed steps have one gradient: with a larger rate the weights' scale would drift as
+# it does not in training, and with it the room that they need.
+TIMED_LR = 1e-7
 MAX_COLUMNS = 4096
 DEFAULT_SIZES = {"cpu": (2**20,), "cuda": (2**24, 2**28)}
 ROUNDINGS: dict[str, dict[str, bool]] = {"foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -49,6 +52,10 @@ class OptimizerRow:
     def floor_copies(self) -> float:
         # Reads weight, states and gradient, writes weight and states; a copy reads and writes one.
         return (2 * (1 + self.num_states) + 1) / 2
+
+    def timed(self) -> OptimizerRow:
+        """The row with the learning rate of what is timed."""
+        return replace(self, arguments={**self.arguments, "lr": TIMED_LR})
 
     def make(self, module: Any, params: list[torch.Tensor], rounding: str) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = getattr(module, self.class_name)(
@@ -125,27 +132,24 @@ def make_gradient(num_values: int, number: int, device: torch.device) -> torch.T
     return gradient.view(shape_for(num_values))
 
 
-def make_states(row: OptimizerRow, weight: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-    """State of the optimizer for set ``number``, by torch's keys, as after many steps."""
-    seed = SEED + 1000 * (number + 1)
-    averaged = normal_values(
-        weight.numel(), GRADIENT_SCALE / AVERAGED_GRADIENTS**0.5, DTYPE, weight.device, seed
-    )
+def make_states(row: OptimizerRow, gradient: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
+    """State of the optimizer for set ``number``, by torch's keys, as after many steps.
+
+    First moments are what ``gradient`` alone would have led to, so that steps with it leave their
+    distribution as it is.
+    """
     if row.num_states == 1:
-        return {"momentum_buffer": averaged.view(weight.shape)}
-    squares = torch.zeros_like(averaged)
+        return {"momentum_buffer": gradient / (1 - row.arguments["momentum"])}
+    squares = torch.zeros_like(gradient)
     # By parts: in FP32 they would take several times the memory of what is measured.
-    for part in squares.split(PART_VALUES):
-        generator = torch.Generator(weight.device).manual_seed(seed := seed + 1)
-        total = torch.zeros(part.numel(), device=weight.device)
+    seed = SEED + 1000 * (number + 1)
+    for part in squares.view(-1).split(PART_VALUES):
+        generator = torch.Generator(gradient.device).manual_seed(seed := seed + 1)
+        total = torch.zeros(part.numel(), device=gradient.device)
         for _ in range(AVERAGED_GRADIENTS):
-            total += torch.randn(part.numel(), device=weight.device, generator=generator) ** 2
+            total += torch.randn(part.numel(), device=gradient.device, generator=generator) ** 2
         part.copy_(total * (GRADIENT_SCALE**2 / AVERAGED_GRADIENTS))
-    return {
-        "step": torch.tensor(1000.0),
-        "exp_avg": averaged.view(weight.shape),
-        "exp_avg_sq": squares.view(weight.shape),
-    }
+    return {"step": torch.tensor(1000.0), "exp_avg": gradient, "exp_avg_sq": squares}
 
 
 def with_states(problem: Problem, states: dict[str, torch.Tensor] | None) -> Problem:
@@ -250,6 +254,7 @@ def measure_step(
     row = OPTIMIZERS[name]
     choose_roundings(row, device, [rounding])
     check_steps(row, rounding, num_values, device)
+    row = row.timed()
 
     dense_bytes = num_values * DTYPE.itemsize
     # A set of buffers: gradient, output of the copy, weight and states three times.
@@ -259,7 +264,7 @@ def measure_step(
     problems: dict[str, list[Problem]] = {"step": []}
     for i in range(rotations):
         weight = make_weight(num_values, i, device)
-        states = make_states(row, weight, i)
+        states = make_states(row, gradients[i], i)
         for other in ROUNDINGS:
             dense = dense_problem(row, other, weight.clone(), gradients[i], states)
             problems.setdefault(f"dense_{other}", []).append(dense)
@@ -287,7 +292,7 @@ def measure_step(
     steps = [FIRST_STEPS + runs for runs in measurement.runs["step"]]
     for i, problem in enumerate(measured):
         weight = make_weight(num_values, i, device)
-        states = make_states(row, weight, i)
+        states = make_states(row, gradients[i], i)
         expected = dense_problem(row, rounding, weight, gradients[i], states)
         expected.step(steps[i])
         compare(expected, problem, f"{row.name} ({rounding}) after {steps[i]} steps, timed")

@@ -61,7 +61,8 @@ class StepInBackward:
             else:
                 with _only(optimizer, param):
                     optimizer.step()
-        param.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            param.grad = None
 
 
 def step_in_backward(

@@ -179,6 +179,7 @@ class Arena:
             or self._uncovered * 4 > self._known.free_chunks
         ):
             with self._lock:
+                self._poll()
                 self._checkpoint()
 
     def new_serial(self) -> int:
@@ -279,8 +280,7 @@ class Arena:
                 self._grow(missing)
 
     def known_used_chunks(self) -> int:
-        """Chunks in use as the host last heard; does not wait."""
-        self._poll()
+        """Chunks in use as the host last heard: at most some launches ago. Asks nothing."""
         return self.total_chunks - self._known.free_chunks
 
     def settle(self) -> int:
@@ -290,6 +290,7 @@ class Arena:
             self._checkpoint()
             if self._checkpoints:
                 self._checkpoints[-1].snapshot.wait()
+                self._poll()
             return self.known_used_chunks()
 
     def check(self) -> None:

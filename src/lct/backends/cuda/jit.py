@@ -199,6 +199,7 @@ class Resources:
     registers: int
     spill_bytes: int
     stack_bytes: int
+    shared_bytes: int  # that the kernel declares
 
 
 def compile_kernel(kernel: Kernel, variant: Variant, arch: str) -> tuple[bytes, Resources]:
@@ -228,6 +229,7 @@ def _resources(log: str, entry: str) -> Resources:
         registers=largest(r"Used (\d+) registers"),
         spill_bytes=largest(r"(\d+) bytes spill stores") + largest(r"(\d+) bytes spill loads"),
         stack_bytes=largest(r"(\d+) bytes stack frame"),
+        shared_bytes=largest(r"(\d+) bytes smem"),
     )
 
 

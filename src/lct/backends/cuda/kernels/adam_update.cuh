@@ -25,7 +25,7 @@ struct StepArgs {
 struct Update {
     float beta1, beta2, eps, decay, step_size, correction, scale;
     float share, square_share;  // ROUNDING 0: of the two moments' averages
-    float factor;               // of roots in `quick`: RECIPROCAL: the correction, else one over it; NaN: always `exact`
+    float factor;  // of roots in `quick`: RECIPROCAL: the correction, else one over it; NaN: always `exact`
     bool from_grad;
 
     __device__ __forceinline__ Update(const StepArgs& s)

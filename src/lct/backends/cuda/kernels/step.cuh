@@ -206,6 +206,7 @@ __device__ __forceinline__ void run_step(const StepList& list) {
     g.grad = (const u8*)s.grad + (u64)group * (2 * GROUP_VALUES);
     if (active && !tail) g.prefetch_piece(0, lane);
     __shared__ bool admitted;
+    __shared__ RareState rare[WARPS][TENSORS];
     reserve_for_block(all, block, TENSORS, admitted);
 #pragma unroll
     for (int t = 0; t < TENSORS; t++) {
@@ -225,8 +226,8 @@ __device__ __forceinline__ void run_step(const StepList& list) {
         const Args& a = s.tensors[t];
         const u32 capacity = tail ? a.tail_capacity : a.capacity;
         g.old[t].begin(tables + t * STEP_TABLE_WORDS, slots[t], capacity, lane);
-        g.coder[t].init(a, encode[t], (u32*)(a.payload + slot_offset(a, group)), group, lane, old_shifts[t]);
-        g.coder[t].spill.init(a, held_chunk(a, group), 1);
+        g.coder[t].init(a, encode[t], (u32*)(a.payload + slot_offset(a, group)), &rare[warp][t], held_chunk(a, group),
+                        1, group, lane, old_shifts[t]);
         coded = coded && g.old[t].coded == STEPS;
     }
     __syncwarp();
