@@ -8,9 +8,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Imported once, in the process that the others are forked from. None of them may initialise CUDA:
-# a forked process cannot use it then.
-PRELOADED = ("torch", "lct.bench.train")
+# Imported once, in the process that the others are forked from; what is not installed is passed
+# over. None of them may initialise CUDA: a forked process cannot use it then.
+PRELOADED = (
+    "torch",
+    "lct.bench.train",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")),
+)
 
 
 class ChildError(RuntimeError):

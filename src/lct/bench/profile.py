@@ -46,6 +46,7 @@ def profile_steps(step: Callable[[], object], num_steps: int) -> dict[str, Any]:
         by_name[event.name[:MAX_NAME]] += end - start
     scale = 1e3 * num_steps  # microseconds
     return {
-        "gpu_busy_ms": merged_length(intervals) / scale,
+        # None where the profiler may not look at the GPU, as in some containers.
+        "gpu_busy_ms": merged_length(intervals) / scale if intervals else None,
         "gpu_kernels_ms": {name: us / scale for name, us in by_name.most_common(TOP_KERNELS)},
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import importlib.util
 import math
 import struct
 import time
@@ -38,7 +39,7 @@ from .models.transformers_models import SHAPES, TransformersLm
 from .profile import profile_steps
 from .timing import summarize
 from .tokens import Kind, Tokens
-from .variants import CONFIGURATIONS, OPTIMIZERS, VARIANTS, OptimizerRow, compile_
+from .variants import CONFIGURATIONS, DENSE, OPTIMIZERS, VARIANTS, OptimizerRow, compile_
 
 MIB = 1 << 20
 # What a CUDA context takes of a card, which torch's allocator does not see: the same for all.
@@ -125,6 +126,13 @@ class Case:
         return None
 
 
+def missing_package(name: str) -> str | None:
+    """Why the model of a row cannot be built; None where it can."""
+    if name in SHAPES and importlib.util.find_spec("transformers") is None:
+        return f"{name} needs transformers: pip install 'lct-torch[bench]'"
+    return None
+
+
 def build_model(name: str, num_layers: int | None = None) -> CausalLm:
     """The model of a row of ``MODELS``, on the meta device."""
     if name in SHAPES:
@@ -139,7 +147,7 @@ class Run:
         self.case = case
         self.variant = VARIANTS[case.variant]
         self.configuration = CONFIGURATIONS[case.configuration]
-        self.device = torch.device(case.device)
+        self.device = _device(case)
         self.tokens = tokens
         self.losses: list[torch.Tensor] = []
         self.seen: Any = None  # what compress_activations counted in the last forward
@@ -361,8 +369,11 @@ def _measure(case: Case, tokens: Tokens) -> dict[str, Any]:
 
 
 def measure_pairs(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any]:
-    """Steps of the dense run and of ``case``, both alive on the device, in turn; their ratios."""
-    base = replace(case, variant=VARIANTS[case.variant].equals or "dense")
+    """Steps of ``case`` and of the same without LCT, both alive on the device, in turn.
+
+    Ratios are those of pairs, whose order alternates.
+    """
+    base = replace(case, variant=VARIANTS[case.variant].equals or DENSE)
     with _setting(case):
         runs = [Run(base, tokens), Run(case, tokens)]
         for run in runs:
@@ -379,7 +390,6 @@ def measure_pairs(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any]:
     ratios = summarize([b / a for a, b in zip(*times, strict=True)])
     medians = [summarize(values) for values in times]
     return {
-        **_named(case),
         "base": base.variant,
         "pairs": pairs,
         "base_step_ms_median": medians[0].median_ms,
@@ -398,7 +408,7 @@ def measure_pairs(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any]:
 
 def measure_pairs_apart(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any]:
     """``measure_pairs``, in a process of its own on CUDA."""
-    return _named(case) | _apart(measure_pairs, case, tokens, pairs)
+    return _named(case) | _apart(measure_pairs, case, tokens, pairs) | _settings(case, tokens)
 
 
 @contextlib.contextmanager
@@ -409,7 +419,7 @@ def _setting(case: Case) -> Iterator[None]:
 
     from ..demo.training import deterministic
 
-    device = torch.device(case.device)
+    device = _device(case)
     if device.type == "cuda":
         if case.expandable_segments:
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
@@ -441,6 +451,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
+def _device(case: Case) -> torch.device:
+    """With its index: some calls of torch.cuda ask for one."""
+    if case.device == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(case.device)
+
+
 def _tokens_a_step(case: Case) -> int:
     return case.sequence * case.micro_batch * case.micro_steps
 
@@ -461,11 +478,12 @@ def _blank_row(case: Case, tokens: Tokens) -> dict[str, Any]:
         *("peak_allocated_mib", "peak_active_mib", "peak_reserved_mib"),
         *("step_ms_median", "step_ms_iqr", "gpu_busy_ms", "tokens_per_s", "loss_sha256"),
     )
+    row = {**_named(case), **dict.fromkeys(measured), "completed": False, "error": None}
+    return row | _settings(case, tokens)
+
+
+def _settings(case: Case, tokens: Tokens) -> dict[str, Any]:
     return {
-        **_named(case),
-        **dict.fromkeys(measured),
-        "completed": False,
-        "error": None,
         "optimizer": case.optimizer_row.name,
         "lossy": case.optimizer_row.lossy,
         "micro_steps": case.micro_steps,

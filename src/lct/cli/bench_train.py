@@ -165,7 +165,7 @@ def train(
     [bold]Exit codes:[/bold] 0 done, 1 failed (a run broke, or --identity found
     other bits), 2 wrong usage.
     """
-    from ..bench.train import MODELS, SEARCHED_MODELS, differences
+    from ..bench.train import MODELS, OUT_OF_MEMORY, SEARCHED_MODELS, differences, missing_package
     from ..bench.variants import CONFIGURATIONS, DEFAULT_VARIANTS, SEARCH_VARIANTS, VARIANTS
 
     check_outputs(json_path, plot_path)
@@ -182,6 +182,9 @@ def train(
     names = parse_names(models, "MODEL", MODELS) or (SEARCHED_MODELS if model_search else None)
     if names is None:
         raise typer.BadParameter(f"must be among {', '.join(MODELS)}", param_hint="MODEL")
+    for name in names:
+        if (reason := missing_package(name)) is not None:
+            raise ValueError(reason)
     limit_mib = _parse_mib(memory_limit)
     place = choose_device(device)
     if limit_mib is not None and place != "cuda":
@@ -230,7 +233,7 @@ def train(
         from .plots import plot_training
 
         plot_training(plot_path, result["rows"])
-    failures = [row for row in result[kind] if row["error"] not in (None, "out of memory")]
+    failures = [row for row in result[kind] if row["error"] not in (None, OUT_OF_MEMORY)]
     for row in failures:
         stderr().print(
             f"failed: {_title(row)}: {row['error']}",
