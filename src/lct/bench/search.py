@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .train import OUT_OF_MEMORY, Case
+from .train import OUT_OF_MEMORY
+from .training_run import Case
 
 GRANULARITY = 250  # tokens
 START = 1000
@@ -40,31 +41,39 @@ def longest(
     return good
 
 
+class _BrokenError(Exception):
+    """An attempt failed for another reason than memory."""
+
+
 def search_context(
     case: Case, run: Callable[[Case], dict[str, Any]], *, start: int = START, limit: int = LIMIT
 ) -> dict[str, Any]:
     """The row of the longest sequence of ``case`` that completes, with all attempts.
 
-    RuntimeError where an attempt fails for another reason than memory.
+    ``run`` gives a case's row. Where an attempt fails for another reason than memory the row is
+    its own, and ``longest_sequence`` None.
     """
     rows: dict[int, dict[str, Any]] = {}
 
     def completes(sequence: int) -> bool:
         row = rows[sequence] = run(replace(case, sequence=sequence))
-        if not row["completed"] and row["error"] != OUT_OF_MEMORY:
-            raise RuntimeError(f"{case.variant}, {sequence} tokens: {row['error']}")
+        if row["error"] not in (None, OUT_OF_MEMORY):
+            raise _BrokenError
         return bool(row["completed"])
 
-    found = longest(completes, start=start, limit=limit)
+    try:
+        found = longest(completes, start=start, limit=limit)
+        best = rows[found or min(rows)]
+    except _BrokenError:
+        found, best = None, list(rows.values())[-1]
     attempts = [
         {
             "sequence": sequence,
-            "completed": rows[sequence]["completed"],
-            "peak_reserved_mib": rows[sequence]["peak_reserved_mib"],
+            "completed": row["completed"],
+            "peak_reserved_mib": row["peak_reserved_mib"],
         }
-        for sequence in sorted(rows)
+        for sequence, row in sorted(rows.items())
     ]
-    best = rows[found] if found else {**rows[min(rows)], "sequence": 0}
     return {
         **best,
         "longest_sequence": found,

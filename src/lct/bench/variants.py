@@ -200,12 +200,21 @@ CONFIGURATIONS = {
 }
 
 
-def compile_(model: CausalLm, configuration: Configuration, backend: str) -> None:
-    """Compile ``model`` in place, for one shape of its input. Call it before checkpointing."""
+def compile_(
+    model: CausalLm, configuration: Configuration, backend: str, *, same_rounding: bool
+) -> None:
+    """Compile ``model`` in place, for one shape of its input. Call it before checkpointing.
+
+    ``same_rounding``: have Inductor round where eager torch rounds. Else it rounds where its
+    kernels happen to end, and a graph with other inputs may end them elsewhere.
+    """
     modules: list[nn.Module] = []
     if configuration.compiled == "layers":
         modules = list(model.layers)
     elif configuration.compiled == "model":
         modules = [model]
+    # As an option: settings of the thread would not reach a backward that is compiled in another.
+    emulate = same_rounding and backend == "inductor"
+    options = {"options": {"emulate_precision_casts": True}} if emulate else {}
     for module in modules:
-        module.compile(backend=backend, dynamic=False)
+        module.compile(backend=backend, dynamic=False, **options)

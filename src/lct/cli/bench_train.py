@@ -15,16 +15,15 @@ from .output import (
     check_outputs,
     command_line,
     print_line,
-    print_table,
     progress_bar,
     stderr,
-    table,
 )
 from .plots import check_suffix
+from .training_tables import outcome_of, print_result, title_of
 
 if TYPE_CHECKING:
     from ..bench.tokens import Tokens
-    from ..bench.train import Case
+    from ..bench.training_run import Case
 
 Names = Optional[list[str]]  # noqa: UP045 - typer reads this at run time
 Number = Optional[int]  # noqa: UP045
@@ -155,17 +154,18 @@ def train(
     copies in a step of its own under torch's profiler.
 
     [bold]Examples[/bold]
-      lct bench train qwen3-4b --configuration eager,lean --json qwen.json --plot qwen.png
-      lct bench train qwen3-4b --configuration eager --pairs 10 --variants lct-all
-      lct bench train qwen3-4b --identity --variants dense,lct-all
-      lct bench train qwen3-4b --context-search --memory-limit 24GiB --variants dense,lct-all
+      lct bench train qwen3-4b --json qwen.json --plot qwen.png
+      lct bench train qwen3-4b --configuration eager --pairs 10
+      lct bench train qwen3-4b --identity --variants lct-all
+      lct bench train qwen3-4b --context-search --memory-limit 24GiB
       lct bench train --model-search --memory-limit 24GiB
-      lct bench train nanogpt-162m --configuration layers,lean,whole --micro-steps 16
+      lct bench train nanogpt-162m --configuration layers,lean,whole
 
     [bold]Exit codes:[/bold] 0 done, 1 failed (a run broke, or --identity found
     other bits), 2 wrong usage.
     """
-    from ..bench.train import MODELS, OUT_OF_MEMORY, SEARCHED_MODELS, differences, missing_package
+    from ..bench.train import OUT_OF_MEMORY, differences
+    from ..bench.training_run import MODELS, SEARCHED_MODELS, missing_package
     from ..bench.variants import CONFIGURATIONS, DEFAULT_VARIANTS, SEARCH_VARIANTS, VARIANTS
 
     check_outputs(json_path, plot_path)
@@ -228,7 +228,7 @@ def train(
             result["differences"] = differences(result["rows"])
     for line in absent:
         print_line(line)
-    _print_result(result)
+    print_result(result)
     if plot_path is not None:
         from .plots import plot_training
 
@@ -236,7 +236,7 @@ def train(
     failures = [row for row in result[kind] if row["error"] not in (None, OUT_OF_MEMORY)]
     for row in failures:
         stderr().print(
-            f"failed: {_title(row)}: {row['error']}",
+            f"failed: {title_of(row)}: {row['error']}",
             markup=False,
             highlight=False,
             soft_wrap=True,
@@ -318,7 +318,7 @@ def _cases(
     **options: Any,
 ) -> Iterator[Case]:
     """All combinations that make sense, variants innermost. ValueError where there are none."""
-    from ..bench.train import MODELS, Case
+    from ..bench.training_run import MODELS, Case
 
     reasons: dict[str, None] = {}
     num_cases = 0
@@ -356,7 +356,7 @@ class _TextByModel:
 
     def of(self, model: str) -> Tokens:
         from ..bench.tokens import load_tokens
-        from ..bench.train import MODELS
+        from ..bench.training_run import MODELS
 
         kind = self._kind or MODELS[model].tokens
         if kind not in self._read:
@@ -410,7 +410,7 @@ class _Report:
         self._done += 1
         self._result[kind].append(row)
         if not stderr().is_terminal:
-            stderr().print(_title(row), _outcome(row), markup=False, highlight=False)
+            stderr().print(title_of(row), outcome_of(row), markup=False, highlight=False)
         self._write()
 
     def _write(self) -> None:
@@ -418,131 +418,3 @@ class _Report:
 
         if self._path is not None:
             write_json(self._path, {**self._head, **self._result})
-
-
-def _title(row: dict[str, Any]) -> str:
-    keys = ("model", "configuration", "sequence", "micro_batch", "variant")
-    return " ".join(str(row[key]) for key in keys)
-
-
-def _outcome(row: dict[str, Any]) -> str:
-    if "longest_sequence" in row:
-        return f"longest: {row['longest_sequence']}"
-    if not row["completed"]:
-        return str(row["error"])
-    peak = row.get("peak_allocated_mib")
-    return f"{row['step_ms_median']:.1f} ms" + (f", {peak:,.0f} MiB" if peak else "")
-
-
-def _print_result(result: dict[str, Any]) -> None:
-    if result["rows"]:
-        _print_rows(result["rows"])
-    if result["pairs"]:
-        _print_pairs(result["pairs"])
-    if result["searches"]:
-        _print_searches(result["searches"])
-    for line in result["differences"]:
-        print_line(f"differs: {line}")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _over(row: dict[str, Any], base: dict[str, Any] | None, key: str) -> str:
-    if base is None or row[key] is None or not base[key]:
-        return ""
-    return f"{row[key] / base[key]:.3f}"
-
-
-def _print_rows(rows: list[dict[str, Any]]) -> None:
-    columns = (
-        *("model", "configuration", "variant", "tokens", "micro-batch"),
-        *("peak MiB", "÷ dense", "reserved MiB"),
-        *("step ms", "spread", "÷ dense", "GPU busy ms", "tokens/s", "losses"),
-    )
-    text = ("model", "configuration", "variant", "losses")
-    shown = table("Training steps (medians; peaks over the timed steps)", columns, text=text)
-    place = ("model", "configuration", "sequence", "micro_batch")
-    previous = None
-    for row in rows:
-        group = tuple(row[key] for key in place)
-        if previous not in (None, group):
-            shown.add_section()
-        previous = group
-        base = next(
-            (r for r in rows if r["variant"] == "dense" and tuple(r[k] for k in place) == group),
-            None,
-        )
-        sha256 = row["loss_sha256"]
-        losses = sha256[:8] if sha256 else _outcome(row).partition(":")[0]
-        shown.add_row(
-            row["model"],
-            row["configuration"],
-            row["variant"] + (" (lossy)" if row["lossy"] else ""),
-            str(row["sequence"]),
-            str(row["micro_batch"]),
-            _number(row["peak_allocated_mib"], ",.1f"),
-            _over(row, base, "peak_allocated_mib"),
-            _number(row["peak_reserved_mib"], ",.0f"),
-            _number(row["step_ms_median"], ".2f"),
-            _number(row["step_ms_iqr"], ".2f"),
-            _over(row, base, "step_ms_median"),
-            _number(row["gpu_busy_ms"], ".2f"),
-            _number(row["tokens_per_s"], ",.0f"),
-            losses,
-        )
-    print_table(shown)
-
-
-def _print_pairs(rows: list[dict[str, Any]]) -> None:
-    columns = (
-        *("model", "configuration", "variant", "over", "tokens", "pairs"),
-        *("step ratio", "spread", "GPU-busy ratio", "step ms", "base step ms", "losses"),
-    )
-    text = ("model", "configuration", "variant", "over", "losses")
-    shown = table("Steps in turn: medians of the ratios of pairs", columns, text=text)
-    for row in rows:
-        if not row["completed"]:
-            continue
-        same = row["loss_sha256"] == row["base_loss_sha256"]
-        shown.add_row(
-            row["model"],
-            row["configuration"],
-            row["variant"],
-            row["base"],
-            str(row["sequence"]),
-            str(row["pairs"]),
-            f"{row['ratio_median']:.3f}",
-            f"{row['ratio_iqr']:.3f}",
-            _number(row["gpu_busy_ratio"], ".3f"),
-            f"{row['step_ms_median']:.2f}",
-            f"{row['base_step_ms_median']:.2f}",
-            "the same" if same else "differ",
-        )
-    print_table(shown)
-
-
-def _print_searches(rows: list[dict[str, Any]]) -> None:
-    columns = (
-        "model",
-        "configuration",
-        "variant",
-        "longest",
-        "peak MiB",
-        "reserved MiB",
-        "step ms",
-    )
-    text = ("model", "configuration", "variant")
-    shown = table("Longest sequences that complete, tokens", columns, text=text)
-    for row in rows:
-        shown.add_row(
-            row["model"],
-            row["configuration"],
-            row["variant"],
-            f"{'≥ ' if row['reached_limit'] else ''}{row['longest_sequence']}",
-            _number(row["peak_allocated_mib"], ",.1f"),
-            _number(row["peak_reserved_mib"], ",.0f"),
-            _number(row["step_ms_median"], ".2f"),
-        )
-    print_table(shown)
