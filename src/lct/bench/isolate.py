@@ -16,6 +16,8 @@ PRELOADED = (
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")),
 )
 
+GRACE_SECONDS = 30
+
 
 class ChildError(RuntimeError):
     """The function raised, or its process ended before it returned. ``traceback``: the child's."""
@@ -43,6 +45,9 @@ def run_isolated(function: Callable[..., Any], *args: Any) -> Any:
         raise ChildError(f"the process ended with exit code {child.exitcode}") from None
     finally:
         receiver.close()
+    # Threads that a library left behind may keep it; what it had to say is here.
+    child.join(GRACE_SECONDS)
+    child.kill()
     child.join()
     if not returned:
         raise ChildError(*value)

@@ -90,12 +90,13 @@ def _measure(case: Case, tokens: Tokens) -> dict[str, Any]:
         }
     if case.profiled and run.device.type == "cuda":
         row |= profile_steps(run.next_step, case.profiled)
+    if run.configuration.compiled != "none":
+        # More than one a kind of layer: something is compiled anew, or in pieces.
+        row["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     losses = run.loss_values()
     row |= run.held() | {
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
         "loss_sha256": hash_losses(losses),
-        "losses": len(losses),
+        "losses": losses,
     }
     if case.identity:
         row |= run.hashes() | {"validation_loss": run.held_out_loss()}
@@ -147,7 +148,8 @@ def measure_pairs_apart(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any
 
 @contextlib.contextmanager
 def _setting(case: Case) -> Iterator[None]:
-    """The limits and the switches of a case; what it allocated is freed after it."""
+    """The limits and the switches of a case; what it compiled and allocated goes after it."""
+    import torch._dynamo.utils
     import torch._functorch.config
 
     from ..demo.training import deterministic
@@ -171,6 +173,7 @@ def _setting(case: Case) -> Iterator[None]:
             yield
         finally:
             torch.compiler.reset()
+            torch._dynamo.utils.counters.clear()
             gc.collect()
 
 

@@ -313,36 +313,52 @@ def plot_step_memory(
 
 
 def plot_training(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Peak memory against step time, a panel a model and configuration; the Pareto front as a line.
+    """Peak memory against step time, a panel a model and configuration, with Pareto fronts.
 
-    Runs of the same sequence and micro-batch share a marker. Rows without both figures are left
-    out: they ran out of memory, or none was measured.
+    One front is of all lossless variants, one of those without LCT. Runs of the same sequence and
+    micro-batch share a marker; lossy ones are hollow. Rows without both figures are left out: they
+    ran out of memory, or none was measured.
     """
     done = [row for row in rows if row["peak_allocated_mib"] and row["step_ms_median"]]
     panels = list(dict.fromkeys((row["model"], row["configuration"]) for row in done))
     columns = max(len(panels), 1)
-    figure, all_axes = _figure(max(7.0, 5.5 * columns), 5.0, columns)
-    variants = list(dict.fromkeys(row["variant"] for row in done))
-    shades = {name: COLORS[i % len(COLORS)] for i, name in enumerate(variants)}
+    figure, all_axes = _figure(max(7.0, 6.0 * columns), 5.5, columns)
     for axes, panel in zip(all_axes, panels, strict=False):
         own = [row for row in done if (row["model"], row["configuration"]) == panel]
         inputs = list(dict.fromkeys((row["sequence"], row["micro_batch"]) for row in own))
         for marker, given in zip(itertools.cycle(MARKERS), inputs, strict=False):
             group = [row for row in own if (row["sequence"], row["micro_batch"]) == given]
-            points = [(row["step_ms_median"], row["peak_allocated_mib"]) for row in group]
-            front = _pareto_front(points)
-            axes.plot(*zip(*front, strict=True), color="grey", linewidth=0.8, zorder=1)
-            for row, point in zip(group, points, strict=True):
-                color = shades[row["variant"]]
-                axes.plot(*point, marker, color=color, linestyle="none", markersize=7)
-                axes.annotate(
-                    row["variant"], point, xytext=(5, 4), textcoords="offset points", fontsize=7
-                )
+            _plot_variants(axes, group, marker)
             label = f"{given[0]} tokens × {given[1]}"
             axes.plot([], [], marker, color="grey", linestyle="none", label=label)
+        axes.margins(0.15)
         axes.set(xlabel="ms a step", ylabel="peak MiB (allocated)", title=", ".join(panel))
+        for color, label in ((COLORS[0], "with LCT"), (COLORS[1], "without")):
+            axes.plot([], [], color=color, linewidth=4, label=label)
         axes.legend(fontsize=8)
     _save(figure, path)
+
+
+def _plot_variants(axes: Axes, rows: Sequence[dict[str, Any]], marker: str) -> None:
+    def point(row: dict[str, Any]) -> tuple[float, float]:
+        return row["step_ms_median"], row["peak_allocated_mib"]
+
+    def has_lct(row: dict[str, Any]) -> bool:
+        return str(row["variant"]).startswith("lct")
+
+    lossless = [row for row in rows if not row["lossy"]]
+    without = [row for row in lossless if not has_lct(row)]
+    for group, style, color in ((without, "--", COLORS[1]), (lossless, "-", "grey")):
+        if group:
+            front = _pareto_front([point(row) for row in group])
+            axes.plot(*zip(*front, strict=True), style, color=color, linewidth=0.9, zorder=1)
+    for row in rows:
+        color = COLORS[0] if has_lct(row) else COLORS[1]
+        fill = "none" if row["lossy"] else color
+        axes.plot(*point(row), marker, color=color, markerfacecolor=fill, markersize=7)
+        axes.annotate(
+            *(row["variant"], point(row)), xytext=(5, 4), textcoords="offset points", fontsize=7
+        )
 
 
 def _pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -98,13 +98,12 @@ class TransformersLm(CausalLm):
             "num_hidden_layers": num_layers,
             "num_attention_heads": shape.num_heads,
             "num_key_value_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
             "rms_norm_eps": shape.rms_norm_eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
             "tie_word_embeddings": shape.tied,
             "use_cache": False,
         }
-        if shape.head_dim * shape.num_heads != shape.width:
-            sizes["head_dim"] = shape.head_dim
         self.vocabulary = shape.vocabulary
         config = AutoConfig.for_model(shape.family, **sizes)
         with torch.device("meta"):
