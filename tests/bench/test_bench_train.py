@@ -21,6 +21,7 @@ from lct.bench.isolate import ChildError, run_isolated
 from lct.bench.models.causal_lm import CausalLm, count_parameters, materialize
 from lct.bench.models.nanogpt import SIZES
 from lct.bench.models.transformers_models import SHAPES
+from lct.bench.peak import items_at_peak
 from lct.bench.search import longest, search_context
 from lct.bench.tokens import load_tokens
 from lct.bench.train import (
@@ -396,6 +397,35 @@ def test_merged_intervals() -> None:
     assert profile.merged_length([(5, 6), (0, 2), (1, 3), (1.5, 2), (3, 4)]) == 5
 
 
+def test_items_at_the_peak() -> None:
+    mib = 1 << 20
+
+    def event(action: str, addr: int, size_mib: int, *files: str) -> dict[str, Any]:
+        frames = [{"filename": file, "line": 7, "name": "f"} for file in files]
+        return {"action": action, "addr": addr, "size": size_mib * mib, "frames": frames}
+
+    linear = ("/site-packages/torch/nn/functional.py", "/src/lct/nn/linear.py")
+    trace = [
+        event("alloc", 1, 3, *linear),
+        event("segment_alloc", 1, 20),
+        event("free_requested", 1, 3),
+        event("free_completed", 1, 3),
+        event("free_completed", 99, 4),  # from before
+        event("alloc", 1, 6),
+        event("alloc", 2, 2, *linear),
+        event("alloc", 3, 2, *linear),
+        event("free_completed", 1, 6),
+        event("alloc", 4, 1),
+    ]
+    found = items_at_peak(trace, 10 * mib)
+    assert found["peak_held_mib"] == 6
+    assert found["peak_items"] == [
+        {"where": "autograd", "blocks": 1, "mib": 6},
+        {"where": "lct/nn/linear.py:7 f", "blocks": 2, "mib": 4},
+    ]
+    assert items_at_peak([], mib) == {"peak_held_mib": 1, "peak_items": []}
+
+
 def test_pareto_front() -> None:
     points = [(1.0, 9.0), (2.0, 9.0), (2.0, 5.0), (3.0, 6.0), (4.0, 4.0)]
     assert _pareto_front(points) == [(1.0, 9.0), (2.0, 5.0), (4.0, 4.0)]
@@ -494,13 +524,14 @@ def test_wrong_usage(arguments: tuple[str, ...], exit_code: int, words: str) -> 
 @pytest.mark.parametrize("configuration", ["eager", "lean"])
 def test_on_a_gpu(configuration: str) -> None:
     case = replace(CASE, device="cuda", configuration=configuration, sequence=256, profiled=1)
-    case = replace(case, backend="inductor", memory_limit_mib=4096)
+    case = replace(case, backend="inductor", memory_limit_mib=4096, itemized=True)
     for name in ("dense", "recompute", "save-on-cpu", "lct-all"):
         row = measure_apart(replace(case, variant=name), RANDOM)
         assert row["error"] is None, row.get("traceback")
         check_row(row, replace(case, variant=name))
         assert row["peak_reserved_mib"] >= row["peak_allocated_mib"] > 0
         assert row["gpu_busy_ms"] is None or row["gpu_busy_ms"] > 0
+        assert row["peak_held_mib"] > 0 and row["peak_items"]
     # The child had its limit to itself.
     too_long = replace(case, sequence=60_000, micro_batch=64)
     assert measure_apart(too_long, RANDOM)["error"] == OUT_OF_MEMORY

@@ -21,6 +21,7 @@ import torch
 
 from .. import ArenaExhaustedError
 from .isolate import ChildError, describe_error, run_isolated
+from .peak import itemize_peak
 from .profile import profile_steps
 from .timing import summarize
 from .tokens import Tokens
@@ -90,6 +91,8 @@ def _measure(case: Case, tokens: Tokens) -> dict[str, Any]:
         }
     if case.profiled and run.device.type == "cuda":
         row |= profile_steps(run.next_step, case.profiled)
+    if case.itemized:
+        row |= itemize_peak(run.next_step, run.device)
     if run.configuration.compiled != "none":
         # More than one a kind of layer: something is compiled anew, or in pieces.
         row["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -67,7 +67,8 @@ class Case:
     """One training run. Steps: ``warm_up`` untimed, ``steps`` timed, ``profiled`` under a profiler.
 
     ``micro_steps``: forward and backward passes a step, over ``micro_batch`` sequences each, whose
-    gradients add up. ``identity``: deterministic kernels, and hashes of weights and state at the
+    gradients add up. ``itemized``: one more step says what its peak of memory consists of.
+    ``identity``: deterministic kernels, and hashes of weights and state at the
     end. ``memory_limit_mib``: what a card with so much memory would leave to torch.
     """
 
@@ -82,6 +83,7 @@ class Case:
     warm_up: int = 3
     steps: int = 8
     profiled: int = 1
+    itemized: bool = False
     identity: bool = False
     memory_limit_mib: int | None = None
     num_layers: int | None = None

@@ -124,6 +124,10 @@ def train(
             show_default=False,
         ),
     ] = None,
+    peak_items: Annotated[
+        bool,
+        typer.Option("--peak-items", help="What the peak consists of, in one more step (JSON)."),
+    ] = False,
     expandable_segments: Annotated[
         bool,
         typer.Option("--expandable-segments", help="Torch's allocator setting, for all runs."),
@@ -187,8 +191,9 @@ def train(
             raise ValueError(reason)
     limit_mib = _parse_mib(memory_limit)
     place = choose_device(device)
-    if limit_mib is not None and place != "cuda":
-        raise ValueError(f"--memory-limit needs a CUDA device, got {place}")
+    for flag, given in (("--memory-limit", limit_mib is not None), ("--peak-items", peak_items)):
+        if given and place != "cuda":
+            raise ValueError(f"{flag} needs a CUDA device, got {place}")
     wanted = parse_names(variants, "--variants", VARIANTS)
     if wanted is None:
         wanted = list(SEARCH_VARIANTS if model_search else DEFAULT_VARIANTS)
@@ -210,6 +215,7 @@ def train(
             warm_up=warm_up,
             steps=steps or default_steps,
             profiled=0 if identity or context_search else 1,
+            itemized=peak_items,
             identity=identity,
             memory_limit_mib=limit_mib,
             num_layers=layers,
