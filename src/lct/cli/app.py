@@ -12,6 +12,7 @@ from .. import __version__
 from ..errors import LctError
 from .analyze import analyze
 from .bench import bench_app
+from .bench_train import train
 from .compress import compress
 from .decompress import decompress
 from .demo import demo
@@ -92,4 +93,5 @@ app.command()(compress)
 app.command()(decompress)
 app.command("inspect")(inspect)
 app.command()(analyze)
+bench_app.command()(train)
 app.add_typer(bench_app, name="bench")
