@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -40,22 +41,19 @@ def byte_gpt() -> nn.Module:
 
 def qwen3(**changes: Any) -> nn.Module:
     """Its output layer is its embedding."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**{**CAUSAL, "tie_word_embeddings": True, **changes}))
+    hf = pytest.importorskip("transformers")
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**{**CAUSAL, "tie_word_embeddings": True, **changes}))
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**CAUSAL, tie_word_embeddings=False))
+    hf = pytest.importorskip("transformers")
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**CAUSAL, tie_word_embeddings=False))
 
 
 def vit() -> nn.Module:
     """With dropout; its patches go through a convolution."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
+    hf = pytest.importorskip("transformers")
+    config = hf.ViTConfig(
         image_size=16,
         patch_size=4,
         hidden_size=64,
@@ -65,7 +63,7 @@ def vit() -> nn.Module:
         hidden_dropout_prob=0.1,
         num_labels=CLASSES,
     )
-    return ViTForImageClassification(config)
+    return hf.ViTForImageClassification(config)
 
 
 class Cnn(nn.Module):
