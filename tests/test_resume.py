@@ -93,13 +93,15 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(killed: Path, kind: str) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dense_run_goes_on_compressed(kind: str, tmp_path: Path) -> None:
     expected = Training(kind, with_lct=False)
-    expected.train(SAVED_STEP)
+    expected.train(2)
+    expected.save_with_torch(tmp_path / "run.pt")
     expected.save_with_lct(tmp_path / "run.lct")
     expected.train(2)
-    run = Training(kind, with_lct=True, seed=5)
-    run.load_with_lct(tmp_path / "run.lct")
-    run.train(2)
-    assert_same_run(expected, run)
+    for load, file in ((Training.load_with_torch, "run.pt"), (Training.load_with_lct, "run.lct")):
+        run = Training(kind, with_lct=True, seed=5)
+        load(run, tmp_path / file)
+        run.train(2)
+        assert_same_run(expected, run)
 
 
 def test_payloads_are_neither_decoded_nor_encoded(
