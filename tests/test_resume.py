@@ -234,6 +234,8 @@ def test_mistakes_are_named_before_anything_is_loaded(tmp_path: Path) -> None:
         lct.save_checkpoint(path, f=lambda: 0)
     with pytest.raises(ValueError, match=r"name of its own, got 'a\.1' again"):
         lct.save_checkpoint(path, a={1: torch.zeros(1), "1": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"must be identifiers, got 'a\.b'"):
+        lct.save_checkpoint(path, **{"a.b": 1})
     with pytest.raises(TypeError, match="takes dense tensors"):
         lct.save_checkpoint(path, a=torch.zeros(2, 2).to_sparse())
 

@@ -28,7 +28,7 @@ from training import (
 # cuBLAS is deterministic with a workspace of its own for each stream; it reads this once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 STEPS = 50
-CPU_STEPS = 6  # of the setups that are not run in full there
+CPU_STEPS = 4  # of the setups that are not run in full there
 # Weights of fewer values than this may stay dense: a class token, a head of a few rows.
 MIN_VALUES = 512
 

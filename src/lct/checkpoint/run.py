@@ -54,10 +54,14 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> None:
     is decoded for its checksum, one at a time.
 
     TypeError for values that ``torch.load(weights_only=True)`` would refuse and for tensors that
-    ``save_file`` refuses, OSError where the file cannot be written.
+    ``save_file`` refuses, ValueError for a part whose name is no identifier, OSError where the file
+    cannot be written.
     """
     tensors: dict[str, Held] = {}
     for part, value in parts.items():
+        # Names of tensors begin with the part's and a dot: no two parts can meet.
+        if not part.isidentifier():
+            raise ValueError(f"names of parts must be identifiers, got {part!r}")
         tensors |= _to_tensors(part, value)
     save_file(tensors, path, {VERSION_KEY: VERSION})
 
