@@ -155,6 +155,26 @@ class CompressedTensor:
                 self._store_exactly(dense)
         return self
 
+    def copy_(self, other: CompressedTensor) -> CompressedTensor:
+        """Take the values of ``other`` (same shape and dtype, any device); returns self.
+
+        Its payload is copied where both are stored by one preset, so that nothing is encoded. On
+        one CUDA device values are decoded and encoded instead, which does not wait for it.
+        """
+        if other.shape != self.shape or other.dtype != self.dtype:
+            raise ValueError(
+                f"copy_ takes a {self.dtype} tensor of shape {tuple(self.shape)}, got a "
+                f"{other.dtype} tensor of shape {tuple(other.shape)}"
+            )
+        if other is self:
+            return self
+        same_kind = (other.layout.preset, other.layout.dtype) == (self._preset, self.layout.dtype)
+        if not same_kind or (self.payload.is_cuda and other.device == self.device):
+            return self.encode_(other.decode().to(self.device))
+        self._stored = ops.to_device(other._stored, other.layout, self.device)
+        self.layout = other.layout
+        return self
+
     def can_step_fused(self, *states: CompressedTensor) -> bool:
         """Whether ``sgd_`` (``adam_``) takes this parameter with ``states`` as its momentum
         (moments).

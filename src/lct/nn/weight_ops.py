@@ -170,6 +170,12 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     root = target.compressed if isinstance(target, CompressedWeight) else None
     if root is None or target.dtype != root.dtype or target.numel() != root.numel():
         return _run_dense(func, args, kwargs, writes=((0, "self"),))
+    if (target._whole and isinstance(source, CompressedWeight) and source._whole) and (
+        source.shape,
+        source.dtype,
+    ) == (target.shape, target.dtype):
+        root.copy_(source.compressed)
+        return target
     dense = source.dense() if isinstance(source, CompressedWeight) else source
     if target._whole:
         dense = dense.to(device=target.device, dtype=target.dtype).expand(target.shape)

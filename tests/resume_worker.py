@@ -1,0 +1,100 @@
+"""Trains one run an optimizer until it is killed, having saved checkpoints in a given folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lct
+from training import TiedTransformer, make, token_loss
+
+KINDS = ("SGD", "AdamW", "Muon")
+STEPS = 12
+SAVED_STEP = 4
+
+
+class Training:
+    """A run with everything that has a state: weights, moments, a schedule, dropout."""
+
+    def __init__(self, kind: str, with_lct: bool, seed: int = 0) -> None:
+        self.model = make(TiedTransformer, with_lct, seed)
+        source = lct.optim if with_lct else torch.optim
+        matrices = [p for p in self.model.parameters() if p.dim() == 2]
+        others = [p for p in self.model.parameters() if p.dim() != 2]
+        options = {
+            "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True},
+            "AdamW": {"lr": 1e-3, "betas": (0.8, 0.99), "amsgrad": True},
+            "Muon": {"lr": 0.01},
+        }[kind]
+        self.optimizer = getattr(source, kind)(matrices, **options)
+        self.rest = source.AdamW(others, lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR
+        self.schedulers = [scheduler(o, STEPS) for o in (self.optimizer, self.rest)]
+        self.step = 0
+        self.losses: list[torch.Tensor] = []
+        self.rng = torch.Generator().manual_seed(1).get_state()
+
+    def train(self, steps: int) -> None:
+        torch.set_rng_state(self.rng)
+        for _ in range(steps):
+            tokens = torch.randint(0, 64, (2, 17))  # from the generator that dropout uses
+            loss = token_loss(self.model, (tokens,))
+            loss.backward()
+            for optimizer, scheduler in zip(
+                (self.optimizer, self.rest), self.schedulers, strict=True
+            ):
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+            self.losses.append(loss.detach())
+            self.step += 1
+        self.rng = torch.get_rng_state()
+
+    def parts(self) -> dict[str, Any]:
+        """What has a state of its own, by name."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "rest": self.rest,
+            "schedule": self.schedulers[0],
+            "schedule_rest": self.schedulers[1],
+        }
+
+    def values(self) -> dict[str, Any]:
+        return {"step": self.step, "rng": self.rng, "losses": self.losses}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        self.step, self.rng, self.losses = values["step"], values["rng"], values["losses"]
+
+    def save_with_torch(self, path: Path) -> None:
+        states = {name: part.state_dict() for name, part in self.parts().items()}
+        torch.save({**states, **self.values()}, path.with_suffix(".new"))
+        os.replace(path.with_suffix(".new"), path)
+
+    def load_with_torch(self, path: Path) -> None:
+        saved = torch.load(path, weights_only=True)
+        for name, part in self.parts().items():
+            part.load_state_dict(saved[name])
+        self.restore(saved)
+
+    def save_with_lct(self, path: Path) -> None:
+        lct.save_checkpoint(path, **self.parts(), **self.values())
+
+    def load_with_lct(self, path: Path) -> None:
+        self.restore(lct.load_checkpoint(path, **self.parts()))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    runs = {kind: Training(kind, with_lct=True) for kind in KINDS}
+    while True:
+        for kind, run in runs.items():
+            run.train(1)
+            if run.step == SAVED_STEP:
+                run.save_with_torch(folder / f"{kind}.pt")
+                run.save_with_lct(folder / f"{kind}.lct")
+        print(run.step, flush=True)
