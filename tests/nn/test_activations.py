@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from typing import ClassVar
@@ -280,3 +281,53 @@ def test_as_a_decorator() -> None:
 
     x = hidden(64, 64)
     assert type(forward(x).grad_fn._raw_saved_self.data).__name__ == "_Saved"
+
+
+def test_sites_say_where_what_was_saved_comes_from() -> None:
+    def feed_forward(x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x * 2)  # saves x * 2, made on this line
+
+    line = f"{__file__}:{feed_forward.__code__.co_firstlineno + 1}"
+    x = hidden(64, 64)
+    with lct.compress_activations() as saved:
+        outs = [feed_forward(x) for _ in range(3)]
+        mask = outs[0] > 0
+        outs += [x.exp(), outs[1].masked_fill(mask, 0), outs[2].masked_fill(mask, 1)]
+    by_site = {(site.place, site.producer, site.dtype): site for site in saved.sites}
+    gelu = by_site[line, "Mul", BF16]
+    assert (gelu.encoded, gelu.reused, gelu.decoded, gelu.shape) == (3, 0, 0, (64, 64))
+    assert gelu.dense_bytes == 3 * 64 * 64 * 2
+    payload = lct.encode(x.detach(), capacity=activations.CAPACITY_WORDS).payload
+    assert gelu.stored_bytes == 3 * payload.nbytes
+    (bits,) = [site for site in saved.sites if site.dtype == torch.bool]
+    assert (bits.encoded, bits.reused, bits.stored_bytes) == (1, 1, 64 * 64 / 8)
+    assert ("Exp", 1) in {(site.producer, site.encoded) for site in saved.sites}
+    assert saved.dense_bytes == sum(site.dense_bytes for site in saved.sites)
+    sum(out.sum() for out in outs).backward()
+    assert gelu.decoded == 3
+    assert gelu.encode_seconds == gelu.decode_seconds == 0.0
+
+
+def test_sites_of_modules_are_lines_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(BF16)
+    line = test_sites_of_modules_are_lines_of_the_model.__code__.co_firstlineno + 4
+    with lct.compress_activations() as saved:
+        out = lct.compress_(model)(hidden(32, 64))
+    assert {site.place for site in saved.sites} == {f"{__file__}:{line}"}, (
+        "no frame of torch or lct"
+    )
+    out.sum().backward()
+
+
+def test_stats_have_the_sites_of_the_last_block() -> None:
+    with lct.compress_activations(profile=True) as saved:
+        out = hidden(64, 64).exp()
+    out.sum().backward()
+    numbers = lct.stats()["activations"]
+    assert numbers == saved.as_dict()
+    json.dumps(numbers)
+    assert numbers["encoded"] == len(numbers["sites"]) == 1
+    (site,) = numbers["sites"]
+    assert site["dtype"] == "bfloat16" and site["shape"] == [64, 64]
+    assert site["encode_seconds"] > 0 and site["decode_seconds"] > 0
+    assert site["saved_bytes"] == site["dense_bytes"] - site["stored_bytes"] > 0
