@@ -19,6 +19,7 @@ import lct
 from lct.nn import activations
 from lct.nn.activations import is_exact_upcast
 from lct.nn.bits import pack_bits
+from lct.tensor import live_tensors
 from training import BF16, assert_same_bits, random_bits, store_small_tensors
 
 
@@ -224,6 +225,40 @@ def test_a_consumer_that_writes_into_its_copy_spoils_no_other() -> None:
     spoilt.backward(retain_graph=True)
     kept.backward(retain_graph=True)
     assert_same_bits(x, Keep.seen.pop())
+
+
+def test_the_last_consumer_frees_the_payload() -> None:
+    class Ask(Keep):
+        @staticmethod
+        def backward(ctx, grad):
+            before = len(live_tensors())
+            Keep.seen += [*ctx.saved_tensors, *ctx.saved_tensors]
+            freed.append(before - len(live_tensors()))
+            return torch.zeros(64, 64, dtype=BF16) + grad
+
+    freed: list[int] = []
+    x = hidden(64, 64)
+    for retain in (True, False):
+        with lct.compress_activations():
+            out = Ask.apply(x)
+        out.backward(retain_graph=retain)
+        for seen in Keep.seen:
+            assert_same_bits(x, seen)
+        Keep.seen.clear()
+    assert freed == [0, 1], "a graph that is kept may be asked again"
+
+
+def test_a_consumer_that_writes_into_what_it_got_gets_no_second_copy() -> None:
+    class Spoil(Keep):
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.saved_tensors[0].zero_()
+            return ctx.saved_tensors[0] + grad
+
+    with lct.compress_activations():
+        out = Spoil.apply(hidden(64, 64))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
 
 
 def test_grads_of_a_part_leave_no_decoded_copy() -> None:

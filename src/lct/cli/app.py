@@ -17,6 +17,7 @@ from .decompress import decompress
 from .demo import demo
 from .inspect import inspect
 from .output import stderr
+from .plan import plan
 
 DEBUG = "debug"
 # What a wrong argument, a damaged file or the system raises. Anything else is a bug of LCT: it
@@ -92,4 +93,5 @@ app.command()(compress)
 app.command()(decompress)
 app.command("inspect")(inspect)
 app.command()(analyze)
+app.command()(plan)
 app.add_typer(bench_app, name="bench")

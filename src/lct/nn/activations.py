@@ -67,6 +67,11 @@ _VIEWS = {
 }
 
 
+# What cross entropy saves is alive where forward ends and backward begins, and dense there in any
+# case: for logits of a large vocabulary a payload beside it would be the peak.
+_OF_LOSSES = {"LogSoftmaxBackward0"}
+
+
 @dataclass(slots=True, eq=False)
 class SaveSite:
     """What one line of a model has saved: the saves of one tensor shape, dtype and producer.
@@ -183,7 +188,6 @@ class SavedActivations:
             site.encode_seconds += _now(tensor) - started
         site.encoded += 1
         site.dense_bytes += size
-        site.stored_bytes += stored.content.payload.nbytes
         table = self._stored
 
         def ended(ref: Any) -> None:
@@ -259,16 +263,18 @@ class _Stored:
         site: SaveSite,
         profile: bool,
     ) -> None:
-        self.content: CompressedTensor | PackedBits
+        content: CompressedTensor | PackedBits
         if tensor.dtype == torch.bool:
             flat = _flat(tensor, source)
-            self.content = pack_bits(flat)
+            content = pack_bits(flat)
         else:
             # Most tensors are all of their storage, and need no view of it, here and in unpack.
             whole = tensor.nbytes == source.nbytes() and tensor.is_contiguous()
             flat = tensor if whole else _flat(tensor, source)
             upcast = is_exact_upcast(tensor)
-            self.content = encode(flat, capacity=CAPACITY_WORDS, upcast=upcast)
+            content = encode(flat, capacity=CAPACITY_WORDS, upcast=upcast)
+        site.stored_bytes += content.payload.nbytes
+        self.content: CompressedTensor | PackedBits | _Handed = content
         self.shape, self.stride = flat.shape, flat.stride()
         self.source = weakref.ref(source)
         self.stream = stream
@@ -283,20 +289,30 @@ class _Stored:
         with _decoded.lock:
             flat = self.decoded
             # A consumer that wrote into its copy has spoilt it for the others.
-            if flat is not None and flat._version == self.version and self._same_stream(flat):
-                if not shared:
-                    _decoded.forget(self)
-                return flat
-        site = self.site
-        if self.profile:
-            started = _now(self.content.payload)
-            flat = self.content.decode()
-            site.decode_seconds += _now(flat) - started
-        else:
-            flat = self.content.decode()
-        site.decoded += 1
-        if shared:
-            _decoded.keep(self, flat)
+            if flat is not None and (flat._version != self.version or not self._same_stream(flat)):
+                flat = None
+            elif not shared:
+                _decoded.forget(self)
+        if flat is None:
+            flat = self._decode()
+            if shared:
+                _decoded.keep(self, flat)
+        if not shared and not torch._C._autograd._get_current_graph_task_keep_graph():
+            # The last consumer has it, and the graph is freed as it goes: holding the payload too
+            # would raise the peak above the dense run's where backward begins.
+            self.content = _Handed(flat, flat._version)
+        return flat
+
+    def _decode(self) -> torch.Tensor:
+        content = self.content
+        if isinstance(content, _Handed):
+            return content.decode()
+        self.site.decoded += 1
+        if not self.profile:
+            return content.decode()
+        started = _now(content.payload)
+        flat = content.decode()
+        self.site.decode_seconds += _now(flat) - started
         return flat
 
     def _same_stream(self, flat: torch.Tensor) -> bool:
@@ -307,6 +323,23 @@ class _Stored:
 def _flat(tensor: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:
     """All of the storage that ``tensor`` lies in, as values of its dtype."""
     return tensor.detach().as_strided((source.nbytes() // tensor.element_size(),), (1,), 0)
+
+
+@dataclass(slots=True)
+class _Handed:
+    """In place of a payload: the values that the last consumer of a graph has got.
+
+    A Function of a user's may ask for its saved tensors more than once.
+    """
+
+    values: torch.Tensor
+    version: int
+
+    def decode(self) -> torch.Tensor:
+        current = self.values._version
+        if current != self.version:
+            raise _changed(self.values.dtype, self.values.shape, self.version, current)
+        return self.values
 
 
 class _Decoded:
@@ -423,7 +456,7 @@ def _reason_to_keep(tensor: torch.Tensor) -> str:
     rule = SAVE_RULES.get(tensor.dtype)
     if rule is None:
         return f"{tensor.dtype} is not compressed"
-    if tensor.layout != torch.strided or not (tensor.is_cuda or tensor.is_cpu):
+    if tensor.layout != torch.strided or not (tensor.is_cuda or tensor.is_cpu or tensor.is_meta):
         return "its layout or device has no codec"
     if tensor.is_leaf and tensor.requires_grad:
         return "it is a leaf, which its owner keeps alive"
@@ -435,6 +468,8 @@ def _reason_to_keep(tensor: torch.Tensor) -> str:
         return "it is small"
     if torch._C._current_graph_task_id() != -1:
         return "it is saved within a backward, which needs it at once"
+    if tensor.grad_fn is not None and tensor.grad_fn.name() in _OF_LOSSES:
+        return "a loss saves it, which backward asks for first"
     return ""
 
 
@@ -472,10 +507,10 @@ def compress_activations(*, profile: bool = False) -> Iterator[SavedActivations]
 
     BF16, FP16 and FP32 tensors go through the codec (FP32 that was cast from BF16 as BF16), masks
     become bits. Left as they are: parameters and their views, other leaves that require gradients,
-    tensor subclasses, integers, what is small (``SAVE_RULES``), and what is saved while a backward
-    runs. Gives a ``SavedActivations``: counts and bytes, by line of the model too (``sites``);
-    ``lct.stats()["activations"]`` has those of the last block. ``profile``: also time encodes and
-    decodes, waiting for the device around each.
+    tensor subclasses, integers, what is small (``SAVE_RULES``), the probabilities that cross
+    entropy saves, and what is saved while a backward runs. Gives a ``SavedActivations``: counts and
+    bytes, by line of the model too (``sites``); ``lct.stats()["activations"]`` has those of the
+    last block. ``profile``: also time encodes and decodes, waiting for the device around each.
 
     A saved tensor that is changed in place before backward raises autograd's error, as without
     LCT. A change that torch does not see (through ``.data``, or by a kernel of one's own) is not
