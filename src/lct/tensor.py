@@ -427,12 +427,7 @@ def live_tensors() -> list[CompressedTensor]:
 
 
 def stats() -> dict[str, Any]:
-    """What all compressed tensors hold now, spills and arenas included. Synchronises on CUDA.
-
-    Bytes in ``dense_bytes``, ``payload_bytes``, ``spilled_bytes``; numbers of ``tensors``,
-    ``groups``, ``constant_groups``, ``spilled_groups``, ``raw_groups`` (spilled as a whole);
-    ``arenas`` by device. ArenaExhaustedError if a replayed graph ran out of reserved arena.
-    """
+    """``lct.stats()`` without the activations."""
     total = dict.fromkeys(
         (
             "dense_bytes",

@@ -18,6 +18,7 @@ from .decompress import decompress
 from .demo import demo
 from .inspect import inspect
 from .output import stderr
+from .plan import plan
 
 DEBUG = "debug"
 # What a wrong argument, a damaged file or the system raises. Anything else is a bug of LCT: it
@@ -94,4 +95,5 @@ app.command()(decompress)
 app.command("inspect")(inspect)
 app.command()(analyze)
 bench_app.command()(train)
+app.command()(plan)
 app.add_typer(bench_app, name="bench")
