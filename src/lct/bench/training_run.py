@@ -68,8 +68,8 @@ class Case:
 
     ``micro_steps``: forward and backward passes a step, over ``micro_batch`` sequences each, whose
     gradients add up. ``itemized``: one more step says what its peak of memory consists of.
-    ``identity``: deterministic kernels, and hashes of weights and state at the
-    end. ``memory_limit_mib``: what a card with so much memory would leave to torch.
+    ``identity``: deterministic kernels, and hashes of weights and state at the end.
+    ``memory_limit_mib``: the memory of the card to imitate.
     """
 
     model: str
