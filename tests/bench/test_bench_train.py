@@ -383,6 +383,13 @@ def test_gpt2_tokens_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         load_tokens("gpt2")
 
 
+def test_tokens_must_fit_the_vocabulary() -> None:
+    wide = replace(RANDOM, kind="gpt2", vocabulary=50257)
+    with pytest.raises(ValueError, match="nanogpt-tiny takes tokens below 256, got gpt2"):
+        measure(replace(CASE, model="nanogpt-tiny"), wide)
+    assert {row.tokens for row in MODELS.values()} == {"random", "gpt2", "bytes"}
+
+
 def test_batches_repeat_and_hold_out() -> None:
     text = load_tokens("bytes")
     assert torch.equal(text.batch(2, 9, 256, seed=4), text.batch(2, 9, 256, seed=4))
@@ -510,6 +517,7 @@ def test_command_reports_what_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "compiled graphs",
         ),
         (("nanogpt-tiny", "--device", "cpu", "--sequence", "4096"), 1, "context of 128"),
+        (("nanogpt-tiny", "--device", "cpu", "--context-search"), 1, "fixed context"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], exit_code: int, words: str) -> None:
