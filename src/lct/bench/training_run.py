@@ -147,8 +147,8 @@ class Run:
         self.model = build_model(case.model, case.num_layers)
         if tokens.vocabulary > self.model.vocabulary:
             raise ValueError(
-                f"{case.model} takes tokens below {self.model.vocabulary}, got {tokens.kind} tokens "
-                f"below {tokens.vocabulary}"
+                f"{case.model} takes tokens below {self.model.vocabulary}, got {tokens.kind} "
+                f"tokens below {tokens.vocabulary}"
             )
         weights = self.variant.storage.weights
         materialize(self.model, self.device, case.seed, compress_ if weights else None)
