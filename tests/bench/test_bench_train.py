@@ -533,13 +533,16 @@ def test_wrong_usage(arguments: tuple[str, ...], exit_code: int, words: str) -> 
 def test_on_a_gpu(configuration: str) -> None:
     case = replace(CASE, device="cuda", configuration=configuration, sequence=256, profiled=1)
     case = replace(case, backend="inductor", memory_limit_mib=4096, itemized=True)
+    found = []
     for name in ("dense", "recompute", "save-on-cpu", "lct-all"):
         row = measure_apart(replace(case, variant=name), RANDOM)
+        found.append(row)
         assert row["error"] is None, row.get("traceback")
         check_row(row, replace(case, variant=name))
         assert row["peak_reserved_mib"] >= row["peak_allocated_mib"] > 0
         assert row["gpu_busy_ms"] is None or row["gpu_busy_ms"] > 0
         assert row["peak_held_mib"] > 0 and row["peak_items"]
+    assert differences(found) == []
     # The child had its limit to itself.
     too_long = replace(case, sequence=60_000, micro_batch=64)
     assert measure_apart(too_long, RANDOM)["error"] == OUT_OF_MEMORY
