@@ -72,18 +72,16 @@ def predicted_weights(model: nn.Module) -> int:
 
 def predicted_activations(model: nn.Module, batch: torch.Tensor) -> tuple[int, int]:
     """Dense and compressed bytes of what a forward of a dense model saves besides parameters."""
-    sizes: dict[int, int] = {}
     own = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: list[torch.UntypedStorage] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            sizes[storage._cdata] = storage.nbytes()
-        return tensor  # the graph keeps it, so that no address is used twice
+        kept.append(tensor.untyped_storage())
+        return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = loss_of(model, batch)
-    assert loss.requires_grad
+        loss_of(model, batch)
+    sizes = {storage._cdata: storage.nbytes() for storage in kept if storage._cdata not in own}
     preset, dtype = get_preset(None), get_dtype("bfloat16")
     stored = [
         PayloadLayout.choose(preset, dtype, size // 2, CAPACITY_WORDS).size_bytes
