@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "lct.analysis",
         "lct.memory",
         "lct.report",
+        "lct.plan",
         "lct.atomic",
     ),
     ("lct",),  # the public API: the file src/lct/__init__.py alone

@@ -10,8 +10,8 @@ from .nn import (
     compression_report,
     decompress_,
 )
-from .report import memory_report
-from .tensor import CompressedTensor, decode, encode, reserve_arena, stats
+from .report import memory_report, stats
+from .tensor import CompressedTensor, decode, encode, reserve_arena
 
 __version__ = "0.1.0"
 __all__ = [

@@ -1,4 +1,4 @@
-"""``memory_report``: what a model and its optimizer hold now, dense and compressed."""
+"""``memory_report``, ``stats``: what a model and its optimizer hold now, what was saved last."""
 
 from __future__ import annotations
 
@@ -9,9 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import ops
+from . import ops, tensor
+from .nn.activations import last_saved
 from .nn.compressed_weight import CompressedWeight
 from .tensor import CompressedTensor
+
+
+def stats() -> dict[str, Any]:
+    """What all compressed tensors hold now, spills and arenas included. Synchronises on CUDA.
+
+    Bytes in ``dense_bytes``, ``payload_bytes``, ``spilled_bytes``; numbers of ``tensors``,
+    ``groups``, ``constant_groups``, ``spilled_groups``, ``raw_groups`` (spilled as a whole);
+    ``arenas`` by device. ``activations``: what the last ``compress_activations`` block saved, by
+    line of the model (``SavedActivations.as_dict``); None before the first block.
+    ArenaExhaustedError if a replayed graph ran out of reserved arena.
+    """
+    saved = last_saved()
+    return {**tensor.stats(), "activations": saved.as_dict() if saved is not None else None}
 
 
 @dataclass(frozen=True)
@@ -118,8 +132,8 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
 
 def _row(name: str, tensors: Iterable[Any]) -> MemoryRow:
     count = compressed = dense = stored = spilled = 0
-    for tensor in tensors:
-        held = tensor.compressed if isinstance(tensor, CompressedWeight) else tensor
+    for item in tensors:
+        held = item.compressed if isinstance(item, CompressedWeight) else item
         count += 1
         if isinstance(held, CompressedTensor):
             compressed += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +28,7 @@ HEADROOM_WORDS = 8
 _live: weakref.WeakSet[CompressedTensor] = weakref.WeakSet()
 
 Capacity = int | Literal["exact"] | None
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class CompressedTensor:
@@ -114,19 +115,21 @@ class CompressedTensor:
 
     def decode(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """The dense tensor, contiguous; in ``out`` (same shape, dtype, device) where given."""
+        stored = self._stored
+        device = stored.payload.device
         if out is None:
-            out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            out = torch.empty(self.shape, dtype=self.dtype, device=device)
         elif (
             out.shape != self.shape
             or out.dtype != self.dtype
-            or out.device != self.device
+            or out.device != device
             or not out.is_contiguous()
         ):
             raise ValueError(
                 f"out must be a contiguous {self.dtype} tensor of shape {tuple(self.shape)} on "
-                f"{self.device}, got {_describe(out)}"
+                f"{device}, got {_describe(out)}"
             )
-        return ops.decode(self._stored, self.layout, out)
+        return ops.decode(stored, self.layout, out)
 
     def encode_(self, dense: torch.Tensor) -> CompressedTensor:
         """Store ``dense`` (same shape, dtype, device) in place of the present values; returns self.
@@ -292,7 +295,7 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"a {contiguous}{tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
-def _check_dense(tensor: object, function: str) -> None:
+def _check_dense(tensor: Any, function: str) -> None:
     """TypeError unless ``tensor`` is a dense tensor, naming the ``function`` that takes it."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{function} takes a torch.Tensor, got {type(tensor).__name__}")
@@ -326,6 +329,8 @@ def _check_encodable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` with its values in memory as they read: contiguous, no pending negation."""
+    if tensor.is_contiguous() and not tensor.is_neg():
+        return tensor  # the common case: what follows costs host time
     return tensor.detach().resolve_neg().contiguous()
 
 
@@ -422,12 +427,7 @@ def live_tensors() -> list[CompressedTensor]:
 
 
 def stats() -> dict[str, Any]:
-    """What all compressed tensors hold now, spills and arenas included. Synchronises on CUDA.
-
-    Bytes in ``dense_bytes``, ``payload_bytes``, ``spilled_bytes``; numbers of ``tensors``,
-    ``groups``, ``constant_groups``, ``spilled_groups``, ``raw_groups`` (spilled as a whole);
-    ``arenas`` by device. ArenaExhaustedError if a replayed graph ran out of reserved arena.
-    """
+    """``lct.stats()`` without the activations."""
     total = dict.fromkeys(
         (
             "dense_bytes",
@@ -471,21 +471,26 @@ _relief_thresholds: dict[torch.device, int] = {}
 _RELIEF_CHUNKS = 64
 
 
-def relieve_arena(device: torch.device) -> None:
-    """Store tensors of which many groups spill anew, with the room that they need.
+def relieve_arena(device: torch.device, tensors: Callable[[], Iterable[CompressedTensor]]) -> None:
+    """Store those of ``tensors()`` of which many groups spill anew, with the room that they need.
 
-    For optimizers, after a step. Free while few chunks are in use as far as the host has heard;
-    else synchronises, and looks again only when twice as many are in use.
+    For optimizers, after a step. Free while few chunks of the arena of ``device`` are in use as far
+    as the host has heard, and while a graph is captured; else synchronises, and looks again only
+    when twice as many are in use.
     """
     if device.type != "cuda":
         return
     if ops.arena_used_chunks(device) <= _relief_thresholds.get(device, _RELIEF_CHUNKS):
         return
-    for tensor in live_tensors():
-        if tensor.device == device and tensor.layout.preset.pooled:
-            counts = tensor.group_counts()
-            if counts.spilled > counts.groups * _REPACK_SHARE:
-                tensor.repack()
-    on_device = (tensor for tensor in live_tensors() if tensor.device == device)
-    left = sum(tensor.group_counts().spilled for tensor in on_device)
-    _relief_thresholds[device] = max(_RELIEF_CHUNKS, 2 * left)
+    if torch.cuda.is_current_stream_capturing():
+        return
+    # What dropped payloads held is given back: many chunks may be in use for that alone.
+    used = ops.settle_arena(device)
+    if used > _RELIEF_CHUNKS:
+        for tensor in tensors():
+            if tensor.device == device and tensor.layout.preset.pooled:
+                counts = tensor.group_counts()
+                if counts.spilled > counts.groups * _REPACK_SHARE:
+                    tensor.repack()
+        used = ops.settle_arena(device)
+    _relief_thresholds[device] = max(_RELIEF_CHUNKS, 2 * used)

@@ -20,9 +20,11 @@ _DTYPES = {getattr(torch, name) for name in DTYPES}
 
 
 def _stand_in(weight: CompressedWeight) -> torch.Tensor:
-    """A meta tensor with the geometry of ``weight``: metadata without values."""
-    values = weight.compressed.dense_nbytes // weight.element_size()
-    base = torch.empty(values, dtype=weight.dtype, device="meta")
+    """A meta tensor with the geometry of ``weight``: metadata without values.
+
+    Its storage has no bytes, so that it counts for nothing where tensors are on ``meta`` too.
+    """
+    base = torch.empty(0, dtype=weight.dtype, device="meta")
     return base.as_strided(weight.shape, weight.stride(), weight.storage_offset())
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
+
+from .base import CompressedState
 
 
 class StepInBackward:
@@ -19,8 +23,8 @@ class StepInBackward:
         self._lock = threading.Lock()  # backward runs a thread a device
         self._accumulating = False
         self._handles: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(self._step)
-            for group in optimizer.param_groups
+            param.register_post_accumulate_grad_hook(partial(self._step, number))
+            for number, group in enumerate(optimizer.param_groups)
             for param in group["params"]
         ]
 
@@ -44,12 +48,21 @@ class StepInBackward:
             handle.remove()
         self._handles.clear()
 
-    def _step(self, param: torch.Tensor) -> None:
+    def _step(self, group: int, param: torch.Tensor) -> None:
         if self._accumulating:
             return
-        with self._lock, _only(self._optimizer, param):
-            self._optimizer.step()
-        param.grad = None
+        optimizer = self._optimizer
+        with self._lock:
+            if isinstance(optimizer, CompressedState) and not _is_watched(optimizer):
+                # By number: load_state_dict makes new groups.
+                optimizer.step_param(optimizer.param_groups[group], param)
+                # What torch's schedulers look at to warn of a step that never was.
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+            else:
+                with _only(optimizer, param):
+                    optimizer.step()
+        with torch._C.DisableTorchFunctionSubclass():
+            param.grad = None
 
 
 def step_in_backward(
@@ -87,6 +100,18 @@ def step_in_backward(
                     f"{tuple(param.shape)} with requires_grad={param.requires_grad}"
                 )
     return StepInBackward(optimizer)
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks, or a ``step`` that somebody put in place of the class's, want to see steps."""
+    own = optimizer.__dict__.get("step")
+    return bool(
+        (own is not None and not getattr(own, "_wrapped_by_lr_sched", False))
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def source(kernel: Kernel, variant: Variant, arch: str) -> str:
     used |= _SIZES
     used["WARPS"] = kernel.warps
     dtype = variant.dtype if "DTYPE" in kernel.constants else DTYPES["bfloat16"]
-    used["MIN_BLOCKS"] = LAUNCH[kernel.entry].min_blocks(arch, dtype, variant.options)
+    used["MIN_BLOCKS"] = LAUNCH[kernel.entry].min_blocks(arch, dtype)
     parts = [f"#define {name} {value}" for name, value in used.items()]
     for name in kernel.files:
         parts.append(f'#line 1 "{name}"\n{(KERNEL_DIR / name).read_text()}')
@@ -199,6 +199,7 @@ class Resources:
     registers: int
     spill_bytes: int
     stack_bytes: int
+    shared_bytes: int  # that the kernel declares
 
 
 def compile_kernel(kernel: Kernel, variant: Variant, arch: str) -> tuple[bytes, Resources]:
@@ -228,6 +229,7 @@ def _resources(log: str, entry: str) -> Resources:
         registers=largest(r"Used (\d+) registers"),
         spill_bytes=largest(r"(\d+) bytes spill stores") + largest(r"(\d+) bytes spill loads"),
         stack_bytes=largest(r"(\d+) bytes stack frame"),
+        shared_bytes=largest(r"(\d+) bytes smem"),
     )
 
 
@@ -293,6 +295,15 @@ class Loaded:
             warps = min(range(self.warps, self.warps // 2 - 1, -1), key=groups_of_fullest)
         return Grid(ceil_div(groups, warps), warps)
 
+    def allow_shared(self, size_bytes: int) -> None:
+        """Let blocks have so much dynamic shared memory."""
+        if size_bytes > self.shared_bytes:
+            attribute = (
+                driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            )
+            check(driver().cuFuncSetAttribute(self.function, attribute, size_bytes)[0])
+            self.shared_bytes = size_bytes
+
 
 _lock = threading.Lock()
 _loaded: dict[tuple[int, str, int, int, frozenset[str]], Loaded] = {}
@@ -323,51 +334,63 @@ def load(
             module = ObjectCode.from_cubin(code)
             handle = module.get_kernel(entry)
             error, function = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
-            _check(error)
+            check(error)
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             _loaded[key] = Loaded(int(function), kernel.warps, module, processors, LAUNCH[entry])
     return _loaded[key]
 
 
 @cache
-def _driver() -> Any:
+def driver() -> Any:
+    """The driver's functions and types, from Python."""
     from cuda.bindings import driver
 
     return driver
 
 
-def _check(error: Any) -> None:
+def check(error: Any) -> None:
+    """LctError for a result of the driver that is no success."""
     if int(error) != 0:
         raise LctError(f"CUDA driver call failed: {error!r}")
 
 
-def launch(
-    kernel: Loaded,
-    args: ctypes.Structure,
-    blocks: int,
-    shared_bytes: int,
-    stream: int,
-    *,
-    warps: int | None = None,
-    extra: int | None = None,
-) -> None:
-    """Launch on ``stream``. LctError where that fails.
+class Call:
+    """A launch made ready: change fields of ``args``, then ``launch``, any number of times.
 
-    ``warps`` a block, the kernel's own by default; ``extra``: a second, 64-bit argument.
+    ``args`` is read while ``launch`` runs: a call belongs to one thread at a time. ``extra``: a
+    second, 64-bit argument of the kernel.
     """
-    driver = _driver()
-    if shared_bytes > kernel.shared_bytes:
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuFuncSetAttribute(kernel.function, attribute, shared_bytes)[0])
-        kernel.shared_bytes = shared_bytes
-    pointers = (ctypes.c_void_p * 2)(ctypes.addressof(args))
-    second = ctypes.c_uint64(extra or 0)
-    pointers[1] = ctypes.addressof(second)
-    grid, block = (blocks, 1, 1), ((warps or kernel.warps) * 32, 1, 1)
-    (error,) = driver.cuLaunchKernel(
-        kernel.function, *grid, *block, shared_bytes, stream, ctypes.addressof(pointers), 0
-    )
-    _check(error)
+
+    __slots__ = ("_keep", "_pointers", "args", "blocks", "function", "shared_bytes", "threads")
+
+    def __init__(
+        self,
+        kernel: Loaded,
+        args: Any,
+        blocks: int,
+        warps: int,
+        shared_bytes: int = 0,
+        extra: int | None = None,
+    ) -> None:
+        kernel.allow_shared(shared_bytes)
+        second = ctypes.c_uint64(extra or 0)
+        pointers = (ctypes.c_void_p * 2)(ctypes.addressof(args), ctypes.addressof(second))
+        self._keep = kernel, pointers, second
+        self._pointers = ctypes.addressof(pointers)
+        self.args = args
+        self.function = kernel.function
+        self.blocks = blocks
+        self.threads = warps * 32
+        self.shared_bytes = shared_bytes
+
+    def launch(self, stream: int) -> None:
+        """Launch on ``stream``. LctError where that fails."""
+        (error,) = driver().cuLaunchKernel(
+            *(self.function, self.blocks, 1, 1, self.threads, 1, 1),
+            *(self.shared_bytes, stream, self._pointers, 0),
+        )
+        if error:
+            check(error)
 
 
 def codebook_tables(book: Codebook) -> np.ndarray:
