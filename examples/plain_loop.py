@@ -3,7 +3,7 @@
     python examples/plain_loop.py --device cuda --steps 200 --checkpoint run.lct
 
 With --checkpoint the run is saved every 50 steps and at its end. Killed and started again, it goes
-on from there and gives the losses that it would have given.
+on from there with the bits that it would have had (on CUDA: if the kernels are deterministic).
 """
 
 import argparse
@@ -62,6 +62,7 @@ if args.checkpoint and args.checkpoint.exists():
     values = lct.load_checkpoint(args.checkpoint, **parts)
     step = values["step"]
     torch.set_rng_state(values["rng"])
+    torch.cuda.set_rng_state_all(values["cuda_rng"])
 
 while step < args.steps:
     tokens = batch()
@@ -76,6 +77,7 @@ while step < args.steps:
     step += 1
     print(f"step {step}: loss {loss.item():.4f}")
     if args.checkpoint and (step % 50 == 0 or step == args.steps):
-        lct.save_checkpoint(args.checkpoint, **parts, step=step, rng=torch.get_rng_state())
+        values = {"rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all()}
+        lct.save_checkpoint(args.checkpoint, **parts, step=step, **values)
 
 print(lct.memory_report(model, optimizer))

@@ -1,4 +1,7 @@
-"""Trains one run an optimizer until it is killed, having saved checkpoints in a given folder."""
+"""Trains one run an optimizer until it is killed, having saved checkpoints.
+
+Arguments: a folder, a device.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,26 @@ import torch
 import lct
 from training import TiedTransformer, make, token_loss
 
+# cuBLAS is deterministic with a workspace of its own for each stream; it reads this once.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 KINDS = ("SGD", "AdamW", "Muon")
 STEPS = 12
 SAVED_STEP = 4
 
 
+def generators() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The state of the CPU's generator, and of each CUDA device's."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all()
+
+
 class Training:
     """A run with everything that has a state: weights, moments, a schedule, dropout."""
 
-    def __init__(self, kind: str, with_lct: bool, seed: int = 0) -> None:
-        self.model = make(TiedTransformer, with_lct, seed)
+    def __init__(self, kind: str, with_lct: bool, seed: int = 0, device: str = "cpu") -> None:
+        self.device = device
+        self.model = make(TiedTransformer, False, seed).to(device)
+        if with_lct:
+            lct.compress_(self.model)
         source = lct.optim if with_lct else torch.optim
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         others = [p for p in self.model.parameters() if p.dim() != 2]
@@ -36,12 +49,14 @@ class Training:
         self.schedulers = [scheduler(o, STEPS) for o in (self.optimizer, self.rest)]
         self.step = 0
         self.losses: list[torch.Tensor] = []
-        self.rng = torch.Generator().manual_seed(1).get_state()
+        torch.manual_seed(1)
+        self.rng = generators()
 
     def train(self, steps: int) -> None:
-        torch.set_rng_state(self.rng)
+        torch.set_rng_state(self.rng[0])
+        torch.cuda.set_rng_state_all(self.rng[1])
         for _ in range(steps):
-            tokens = torch.randint(0, 64, (2, 17))  # from the generator that dropout uses
+            tokens = torch.randint(0, 64, (2, 17)).to(self.device)
             loss = token_loss(self.model, (tokens,))
             loss.backward()
             for optimizer, scheduler in zip(
@@ -50,9 +65,9 @@ class Training:
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
-            self.losses.append(loss.detach())
+            self.losses.append(loss.detach().cpu())
             self.step += 1
-        self.rng = torch.get_rng_state()
+        self.rng = generators()
 
     def parts(self) -> dict[str, Any]:
         """What has a state of its own, by name."""
@@ -89,8 +104,9 @@ class Training:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    runs = {kind: Training(kind, with_lct=True) for kind in KINDS}
+    folder, device = Path(sys.argv[1]), sys.argv[2]
+    torch.use_deterministic_algorithms(device == "cuda")
+    runs = {kind: Training(kind, with_lct=True, device=device) for kind in KINDS}
     while True:
         for kind, run in runs.items():
             run.train(1)

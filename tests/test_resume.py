@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,15 @@ def assert_same_run(expected: Training, got: Training) -> None:
         assert a.state_dict() == b.state_dict()
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a process that was killed while it trained on past its checkpoints."""
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def killed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, str]]:
+    """The folder of a process that was killed while it trained past its checkpoints; the device."""
     folder = tmp_path_factory.mktemp("killed")
     paths = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     worker = subprocess.Popen(
-        [sys.executable, str(TESTS / "resume_worker.py"), str(folder)],
+        [sys.executable, str(TESTS / "resume_worker.py"), str(folder), request.param],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": paths},
@@ -66,19 +69,22 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         worker.kill()
         worker.stdout.close()
-    return folder
+    torch.use_deterministic_algorithms(request.param == "cuda")
+    yield folder, request.param
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_run_goes_on_as_if_it_had_not_been(killed: Path, kind: str) -> None:
+def test_a_killed_run_goes_on_as_if_it_had_not_been(killed: tuple[Path, str], kind: str) -> None:
     """With LCT as before, or dense with torch's optimizers from the same checkpoints on."""
-    expected = Training(kind, with_lct=False)
+    folder, device = killed
+    expected = Training(kind, with_lct=False, device=device)
     expected.train(STEPS)
     for with_lct in (True, False):
         for suffix in ("pt", "lct"):
-            run = Training(kind, with_lct, seed=5)
+            run = Training(kind, with_lct, seed=5, device=device)
             load = run.load_with_torch if suffix == "pt" else run.load_with_lct
-            load(killed / f"{kind}.{suffix}")
+            load(folder / f"{kind}.{suffix}")
             assert run.step == SAVED_STEP
             run.train(STEPS - SAVED_STEP)
             assert_same_run(expected, run)
