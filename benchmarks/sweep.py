@@ -220,10 +220,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", metavar="PATH", help="write the rows here")
     parser.add_argument("--commit", help="commit to record instead of the git checkout's")
+    parser.add_argument("--kernels", metavar="NAME,…", help="of these alone")
     parser.add_argument("--repetitions", type=int, default=9)
     options = parser.parse_args()
     bench, rows = Bench(), []
-    for variant in VARIANTS:
+    wanted = options.kernels.split(",") if options.kernels else {v.entry for v in VARIANTS}
+    for variant in (v for v in VARIANTS if v.entry in wanted):
         with applied(variant):
             row = bench.measure(variant, options.repetitions)
         rows.append(row)
