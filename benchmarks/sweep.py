@@ -75,7 +75,7 @@ _EVICT_FIRST = (
     ("*(const uint2*)((const u16*)p + i)", "__ldcs((const uint2*)((const u16*)p + i))"),
 )
 _CHUNK_4 = (("#define CHUNK_STEPS 8", "#define CHUNK_STEPS 4"),)
-_ONE_PAIR = (("#define PAIRS_AT_ONCE 2", "#define PAIRS_AT_ONCE 1"),)
+_TWO_PAIRS = (("#define PAIRS_AT_ONCE 1", "#define PAIRS_AT_ONCE 2"),)
 VARIANTS = (
     *(
         variant
@@ -98,9 +98,9 @@ VARIANTS = (
     Variant("sgd_step", "8 warps a block, 128 registers", {"warps": 8}),
     Variant("sgd_step", "20 warps a block", {"warps": 20, "measured_min_blocks": 1}),
     Variant("adam_step", "as it is"),
-    Variant("adam_step", "1 pair at once", source=_ONE_PAIR),
-    Variant("adam_step", "16 warps a block", {"warps": 16}),
-    Variant("adam_step", "16 warps a block, 1 pair at once", {"warps": 16}, _ONE_PAIR),
+    Variant("adam_step", "2 pairs at once", source=_TWO_PAIRS),
+    Variant("adam_step", "12 warps a block", {"warps": 12}),
+    Variant("adam_step", "12 warps a block, 2 pairs at once", {"warps": 12}, _TWO_PAIRS),
 )
 
 

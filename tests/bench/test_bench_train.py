@@ -383,6 +383,13 @@ def test_gpt2_tokens_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         load_tokens("gpt2")
 
 
+def test_tokens_must_fit_the_vocabulary() -> None:
+    wide = replace(RANDOM, kind="gpt2", vocabulary=50257)
+    with pytest.raises(ValueError, match="nanogpt-tiny takes tokens below 256, got gpt2"):
+        measure(replace(CASE, model="nanogpt-tiny"), wide)
+    assert {row.tokens for row in MODELS.values()} == {"random", "gpt2", "bytes"}
+
+
 def test_batches_repeat_and_hold_out() -> None:
     text = load_tokens("bytes")
     assert torch.equal(text.batch(2, 9, 256, seed=4), text.batch(2, 9, 256, seed=4))
@@ -510,6 +517,7 @@ def test_command_reports_what_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "compiled graphs",
         ),
         (("nanogpt-tiny", "--device", "cpu", "--sequence", "4096"), 1, "context of 128"),
+        (("nanogpt-tiny", "--device", "cpu", "--context-search"), 1, "fixed context"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], exit_code: int, words: str) -> None:
@@ -525,13 +533,16 @@ def test_wrong_usage(arguments: tuple[str, ...], exit_code: int, words: str) -> 
 def test_on_a_gpu(configuration: str) -> None:
     case = replace(CASE, device="cuda", configuration=configuration, sequence=256, profiled=1)
     case = replace(case, backend="inductor", memory_limit_mib=4096, itemized=True)
+    found = []
     for name in ("dense", "recompute", "save-on-cpu", "lct-all"):
         row = measure_apart(replace(case, variant=name), RANDOM)
+        found.append(row)
         assert row["error"] is None, row.get("traceback")
         check_row(row, replace(case, variant=name))
         assert row["peak_reserved_mib"] >= row["peak_allocated_mib"] > 0
         assert row["gpu_busy_ms"] is None or row["gpu_busy_ms"] > 0
         assert row["peak_held_mib"] > 0 and row["peak_items"]
+    assert differences(found) == []
     # The child had its limit to itself.
     too_long = replace(case, sequence=60_000, micro_batch=64)
     assert measure_apart(too_long, RANDOM)["error"] == OUT_OF_MEMORY

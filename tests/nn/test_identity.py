@@ -81,7 +81,7 @@ class Run:
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     losses: list[torch.Tensor]
-    encoded: int  # storages of saved activations
+    encoded: int  # saved tensors that were compressed
 
 
 def _optimizers(name: str, model: nn.Module, source: Any) -> list[torch.optim.Optimizer]:

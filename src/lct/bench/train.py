@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import os
 import struct
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from .. import ArenaExhaustedError
+from ..config import arena_limit_bytes
 from .isolate import ChildError, describe_error, run_isolated
 from .peak import itemize_peak
 from .profile import profile_steps
@@ -40,14 +42,17 @@ def hash_losses(losses: Sequence[float]) -> str:
 
 def measure(case: Case, tokens: Tokens) -> dict[str, Any]:
     """Train ``case`` and give its row; ``completed`` is False where memory ran out."""
-    row = _blank_row(case, tokens)
+    return _blank_row(case, tokens) | _within_memory(_measure, case, tokens)
+
+
+def _within_memory(function: Callable[..., dict[str, Any]], case: Case, *args: Any) -> Any:
     try:
         with _setting(case):
-            return row | _measure(case, tokens)
+            return function(case, *args)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return row | {"completed": False, "error": OUT_OF_MEMORY}
+        return {"completed": False, "error": OUT_OF_MEMORY}
 
 
 def measure_apart(case: Case, tokens: Tokens) -> dict[str, Any]:
@@ -109,22 +114,26 @@ def _measure(case: Case, tokens: Tokens) -> dict[str, Any]:
 def measure_pairs(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any]:
     """Steps of ``case`` and of the same without LCT, both alive on the device, in turn.
 
-    Ratios are those of pairs, whose order alternates.
+    Ratios are those of pairs, whose order alternates. ``completed`` is False where memory ran out.
     """
+    row = _named(case) | _within_memory(_measure_pairs, case, tokens, pairs)
+    return row | _settings(case, tokens)
+
+
+def _measure_pairs(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any]:
     base = replace(case, variant=VARIANTS[case.variant].equals or DENSE)
-    with _setting(case):
-        runs = [Run(base, tokens), Run(case, tokens)]
-        for run in runs:
-            for _ in range(case.warm_up):
-                run.next_step()
-        times: list[list[float]] = [[], []]
-        for pair in range(pairs):
-            for which in (0, 1) if pair % 2 == 0 else (1, 0):
-                times[which].append(runs[which].timed_step())
-        busy: list[float | None] = [None, None]
-        if case.profiled and runs[0].device.type == "cuda":
-            busy = [profile_steps(run.next_step, case.profiled)["gpu_busy_ms"] for run in runs]
-        hashes = [hash_losses(run.loss_values()) for run in runs]
+    runs = [Run(base, tokens), Run(case, tokens)]
+    for run in runs:
+        for _ in range(case.warm_up):
+            run.next_step()
+    times: list[list[float]] = [[], []]
+    for pair in range(pairs):
+        for which in (0, 1) if pair % 2 == 0 else (1, 0):
+            times[which].append(runs[which].timed_step())
+    busy: list[float | None] = [None, None]
+    if case.profiled and runs[0].device.type == "cuda":
+        busy = [profile_steps(run.next_step, case.profiled)["gpu_busy_ms"] for run in runs]
+    hashes = [hash_losses(run.loss_values()) for run in runs]
     ratios = summarize([b / a for a, b in zip(*times, strict=True)])
     medians = [summarize(values) for values in times]
     return {
@@ -146,7 +155,7 @@ def measure_pairs(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any]:
 
 def measure_pairs_apart(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any]:
     """``measure_pairs``, in a process of its own on CUDA."""
-    return _named(case) | _apart(measure_pairs, case, tokens, pairs) | _settings(case, tokens)
+    return _named(case) | _apart(measure_pairs, case, tokens, pairs)
 
 
 @contextlib.contextmanager
@@ -165,6 +174,9 @@ def _setting(case: Case) -> Iterator[None]:
             limit = (case.memory_limit_mib - CONTEXT_MIB) * MIB
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+            # The default of that card: LCT's arena grows with the device's memory.
+            arena_mib = arena_limit_bytes(case.memory_limit_mib * MIB) // MIB
+            os.environ.setdefault("LCT_ARENA_MIB", str(arena_mib))
     elif case.memory_limit_mib is not None:
         raise ValueError(f"a memory limit needs a CUDA device, got {case.device}")
     with ExitStack() as stack:

@@ -19,7 +19,7 @@ from ..optim import step_in_backward
 from .models.causal_lm import CausalLm, materialize
 from .models.nanogpt import SIZES, NanoGpt
 from .models.transformers_models import SHAPES, TransformersLm
-from .tokens import Kind, Tokens
+from .tokens import GPT2_VOCABULARY, Kind, Tokens
 from .variants import CONFIGURATIONS, OPTIMIZERS, VARIANTS, OptimizerRow, compile_
 
 MIB = 1 << 20
@@ -53,7 +53,7 @@ MODELS = {
                 (8, 16, 32),
                 micro_steps=4,
                 chunk_tokens=2048,
-                tokens="gpt2",
+                tokens="gpt2" if size.vocabulary >= GPT2_VOCABULARY else "bytes",
             )
             for name, size in SIZES.items()
         ),
@@ -68,8 +68,8 @@ class Case:
 
     ``micro_steps``: forward and backward passes a step, over ``micro_batch`` sequences each, whose
     gradients add up. ``itemized``: one more step says what its peak of memory consists of.
-    ``identity``: deterministic kernels, and hashes of weights and state at the
-    end. ``memory_limit_mib``: what a card with so much memory would leave to torch.
+    ``identity``: deterministic kernels, and hashes of weights and state at the end.
+    ``memory_limit_mib``: the memory of the card to imitate.
     """
 
     model: str
@@ -145,6 +145,11 @@ class Run:
         self.seen: Any = None  # what compress_activations counted in the last forward
 
         self.model = build_model(case.model, case.num_layers)
+        if tokens.vocabulary > self.model.vocabulary:
+            raise ValueError(
+                f"{case.model} takes tokens below {self.model.vocabulary}, got {tokens.kind} "
+                f"tokens below {tokens.vocabulary}"
+            )
         weights = self.variant.storage.weights
         materialize(self.model, self.device, case.seed, compress_ if weights else None)
         if self.configuration.chunked_loss:

@@ -168,6 +168,7 @@ def train(
     [bold]Exit codes:[/bold] 0 done, 1 failed (a run broke, or --identity found
     other bits), 2 wrong usage.
     """
+    from ..bench.models.transformers_models import SHAPES
     from ..bench.train import OUT_OF_MEMORY, differences
     from ..bench.training_run import MODELS, SEARCHED_MODELS, missing_package
     from ..bench.variants import CONFIGURATIONS, DEFAULT_VARIANTS, SEARCH_VARIANTS, VARIANTS
@@ -189,6 +190,8 @@ def train(
     for name in names:
         if (reason := missing_package(name)) is not None:
             raise ValueError(reason)
+        if context_search and name not in SHAPES:
+            raise ValueError(f"--context-search takes models without a fixed context, got {name}")
     limit_mib = _parse_mib(memory_limit)
     place = choose_device(device)
     for flag, given in (("--memory-limit", limit_mib is not None), ("--peak-items", peak_items)):

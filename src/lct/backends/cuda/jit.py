@@ -67,6 +67,7 @@ class Kernel:
     pooled: bool | None
     constants: tuple[str, ...] = ("DTYPE", "POOLED", "STEPS", "GROUPS_PER_BLOCK")
     options: tuple[str, ...] = ()  # constants that a launch chooses, 0 or 1
+    rare_in_shared: bool = False  # pooled_group.cuh
 
     @property
     def warps(self) -> int:
@@ -98,6 +99,7 @@ KERNELS: dict[str, Kernel] = {
             True,
             ("POOLED", "STEPS", "GROUPS_PER_BLOCK"),
             _ADAM_OPTIONS,
+            rare_in_shared=True,
         ),
         Kernel("select_book", ("common.cuh", "select.cu"), None, ("DTYPE", "POOLED")),
         Kernel("sweep_chunks", ("common.cuh", "arena.cuh", "sweep.cu"), None, ()),
@@ -170,6 +172,7 @@ def source(kernel: Kernel, variant: Variant, arch: str) -> str:
     used |= {name: int(name in variant.options) for name in kernel.options}
     used |= _SIZES
     used["WARPS"] = kernel.warps
+    used["RARE_IN_SHARED"] = int(kernel.rare_in_shared)
     dtype = variant.dtype if "DTYPE" in kernel.constants else DTYPES["bfloat16"]
     used["MIN_BLOCKS"] = LAUNCH[kernel.entry].min_blocks(arch, dtype)
     parts = [f"#define {name} {value}" for name, value in used.items()]

@@ -47,7 +47,7 @@ LAUNCH: dict[str, LaunchConfig] = {
     "fixed_encode": LaunchConfig(8, 4, 3),
     "fixed_decode": LaunchConfig(8, 6, 4),
     "sgd_step": LaunchConfig(10, 2, 1, any_warps=True),
-    "adam_step": LaunchConfig(12, 1, 1, any_warps=True),
+    "adam_step": LaunchConfig(16, 1, 1, any_warps=True),
     "select_book": LaunchConfig(32),
     "sweep_chunks": LaunchConfig(8),
     "grow_arena": LaunchConfig(8),

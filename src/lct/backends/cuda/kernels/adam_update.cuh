@@ -1,7 +1,7 @@
 // The arithmetic of Adam and AdamW: the parameter and its two moments.
 #define TENSORS 3
 // Pairs of values that are stepped side by side: more hide each other's latency, and take registers.
-#define PAIRS_AT_ONCE 2
+#define PAIRS_AT_ONCE 1
 
 // Mirrors steps.AdamArgs (ctypes).
 struct StepArgs {

@@ -87,7 +87,6 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_enco
         prefetch(first_value, PREFETCH_STEPS * 128 * VALUE_BYTES, lane);
     }
     __shared__ bool admitted;
-    __shared__ RareState rare[WARPS];
     const int chunks = DTYPE == 4 ? 3 : 1;
     reserve_for_block(a, blockIdx.x, chunks, admitted);
     const EncodeTables tables = stage_encode_tables(table, book_tables(a));
@@ -97,7 +96,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_enco
     if (group == 0) begin_payload(a, lane);
     u32* slot = table + ENCODE_TABLE_WORDS + warp * a.capacity;
     GroupCoder g;
-    g.init(a, tables, slot, &rare[warp], a.fresh ? NO_CHUNK : held_chunk(a, group), chunks, group, lane);
+    g.init(a, tables, slot, a.fresh ? NO_CHUNK : held_chunk(a, group), chunks, group, lane);
     u32 low_bits = 0;
     if (tail) {
         low_bits = guarded_steps(a, g, a.tail_steps);

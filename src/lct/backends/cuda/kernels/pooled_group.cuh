@@ -3,29 +3,35 @@
 //
 // A span without zeros, escapes and spills takes the fast path; one vote decides.
 
-// What a warp rarely needs of a group, in shared memory: registers decide how many warps a multiprocessor holds.
-// Lane 0 writes.
+// What a warp rarely needs of a group.
 struct RareState {
     SpillChunk spill;
     u32 first;  // exponent of the group's first value, at bits 7..14 and 23..30
     u32 coded;  // where a step did not fit: the group spills from this step on
 };
 
+// RARE_IN_SHARED (a kernel's row in jit.py): kept in shared memory, where lane 0 writes it, because registers decide
+// how many warps a multiprocessor holds. Else in registers, which is faster where they suffice.
+#if RARE_IN_SHARED
+typedef RareState* Rare;
+#else
+typedef RareState Rare[1];
+#endif
+
 struct GroupCoder {
     const Args* args;
     EncodeTables tables;
     PooledEncoder encoder;
-    RareState* rare;
+    Rare rare;
     u32 group, lane, differs;
     u32 my_shift;  // of span `lane`: of the values before a step until that span is coded
 
     // `old_chunk`: of the group's present state, or NO_CHUNK. `chunks`: for which there is credit.
-    __device__ __forceinline__ void init(const Args& payload, const EncodeTables& book, u32* slot, RareState* own,
-                                         u32 old_chunk, int chunks, u32 group_number, u32 lane_number,
-                                         u32 old_shift = 0) {
+    // RARE_IN_SHARED: `rare` is set before.
+    __device__ __forceinline__ void init(const Args& payload, const EncodeTables& book, u32* slot, u32 old_chunk,
+                                         int chunks, u32 group_number, u32 lane_number, u32 old_shift = 0) {
         args = &payload;
         tables = book;
-        rare = own;
         group = group_number;
         lane = lane_number;
         my_shift = old_shift;
@@ -35,9 +41,10 @@ struct GroupCoder {
         spill.init(payload, old_chunk, chunks);
         keep(spill);
     }
+    __device__ __forceinline__ bool writes_rare() const { return !RARE_IN_SHARED || lane == 0; }
     __device__ __forceinline__ void keep(const SpillChunk& spill) {
         __syncwarp();
-        if (lane == 0) rare->spill = spill;
+        if (writes_rare()) rare->spill = spill;
         __syncwarp();
     }
     // Where the group's spilled exponents go.
@@ -119,12 +126,12 @@ struct GroupCoder {
     // Whether all exponents of the group are equal, asked while that may still be: the fast path waits for it.
     __device__ __forceinline__ void note_differences(u32 step, uint2 a, uint2 b, u32 steps) {
         if (differs) return;
-        u32 first = (a.x & 0xffffu) * 0x00010001u;
         if (step == 0) {
-            if (lane == 0) rare->first = first;
+            u32 value = __shfl_sync(FULL_WARP, (a.x & 0xffffu) * 0x00010001u, 0);
+            if (writes_rare()) rare->first = value;
             __syncwarp();
         }
-        first = rare->first;
+        const u32 first = rare->first;
         u32 other = (a.x ^ first) | (a.y ^ first);
         if (steps == 2) other |= (b.x ^ first) | (b.y ^ first);
         differs = __any_sync(FULL_WARP, other);
@@ -137,7 +144,7 @@ struct GroupCoder {
             const bool fitted = encoder.limit;
             encoder.slow_step(tables.single, capacity(), step + odd, quad, shift);
             if (encoder.limit) continue;
-            if (lane == 0 && (fitted || step + odd == 0)) rare->coded = step + odd;
+            if (writes_rare() && (fitted || step + odd == 0)) rare->coded = step + odd;
             u8* data = spill_data();
             *(u32*)(data + (step + odd) * 128 + lane * 4) = exponent_bytes(quad);
         }

@@ -206,7 +206,9 @@ __device__ __forceinline__ void run_step(const StepList& list) {
     g.grad = (const u8*)s.grad + (u64)group * (2 * GROUP_VALUES);
     if (active && !tail) g.prefetch_piece(0, lane);
     __shared__ bool admitted;
+#if RARE_IN_SHARED
     __shared__ RareState rare[WARPS][TENSORS];
+#endif
     reserve_for_block(all, block, TENSORS, admitted);
 #pragma unroll
     for (int t = 0; t < TENSORS; t++) {
@@ -226,8 +228,11 @@ __device__ __forceinline__ void run_step(const StepList& list) {
         const Args& a = s.tensors[t];
         const u32 capacity = tail ? a.tail_capacity : a.capacity;
         g.old[t].begin(tables + t * STEP_TABLE_WORDS, slots[t], capacity, lane);
-        g.coder[t].init(a, encode[t], (u32*)(a.payload + slot_offset(a, group)), &rare[warp][t], held_chunk(a, group),
-                        1, group, lane, old_shifts[t]);
+#if RARE_IN_SHARED
+        g.coder[t].rare = &rare[warp][t];
+#endif
+        g.coder[t].init(a, encode[t], (u32*)(a.payload + slot_offset(a, group)), held_chunk(a, group), 1, group, lane,
+                        old_shifts[t]);
         coded = coded && g.old[t].coded == STEPS;
     }
     __syncwarp();
