@@ -205,20 +205,36 @@ class Resources:
     shared_bytes: int  # that the kernel declares
 
 
+_import_lock = threading.Lock()
+
+
+def _cuda_core() -> Any:
+    """The package ``cuda.core``. Imported by one thread: to others it would look complete before it
+    is.
+    """
+    with _import_lock:
+        try:
+            import cuda.core
+        except ImportError as error:
+            raise LctError("CUDA tensors need cuda-core: pip install lct-torch[cuda]") from error
+        return cuda.core
+
+
 def compile_kernel(kernel: Kernel, variant: Variant, arch: str) -> tuple[bytes, Resources]:
     """Machine code (cubin) of a kernel for ``arch`` and its resources; needs no GPU.
 
     LctError with source name, arch and the compiler's log where it does not compile.
     """
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError as error:
-        raise LctError("CUDA tensors need cuda-core: pip install lct-torch[cuda]") from error
+    core = _cuda_core()
     name = f"{kernel.files[-1]} ({variant.preset.name}, {variant.dtype.name})"
-    options = ProgramOptions(name=kernel.files[-1], arch=arch, std="c++17", ptxas_options=["-v"])
+    options = core.ProgramOptions(
+        name=kernel.files[-1], arch=arch, std="c++17", ptxas_options=["-v"]
+    )
     logs = io.StringIO()
     try:
-        code = Program(source(kernel, variant, arch), "c++", options).compile("cubin", logs=logs)
+        code = core.Program(source(kernel, variant, arch), "c++", options).compile(
+            "cubin", logs=logs
+        )
     except Exception as error:
         raise LctError(f"kernel {name} does not compile for {arch}: {error}") from error
     return bytes(code.code), _resources(logs.getvalue(), kernel.entry)
@@ -325,18 +341,17 @@ def load(
     if found is not None:
         return found
     import torch
-    from cuda.bindings import driver
-    from cuda.core import ObjectCode
 
+    core = _cuda_core()
     with _lock, torch.cuda.device(device):
         if key not in _loaded:
             torch.cuda.current_stream(device)  # torch makes the context
             major, minor = torch.cuda.get_device_capability(device)
             kernel = KERNELS[entry]
             code = _cached_code(kernel, Variant(preset, dtype, options), f"sm_{major}{minor}")
-            module = ObjectCode.from_cubin(code)
+            module = core.ObjectCode.from_cubin(code)
             handle = module.get_kernel(entry)
-            error, function = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
+            error, function = driver().cuKernelGetFunction(driver().CUkernel(int(handle.handle)))
             check(error)
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             _loaded[key] = Loaded(int(function), kernel.warps, module, processors, LAUNCH[entry])
