@@ -59,7 +59,7 @@ class StepInBackward:
                 # What torch's schedulers look at to warn of a step that never was.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
             else:
-                with _only(optimizer, param):
+                with _only(optimizer, group, param):
                     optimizer.step()
         with torch._C.DisableTorchFunctionSubclass():
             param.grad = None
@@ -75,7 +75,9 @@ def step_in_backward(
     independently of one another (all of torch's but LBFGS). The bits are those of an optimizer
     for each parameter by itself. ``optimizer.step()`` and ``zero_grad()`` may stay in the loop:
     there is nothing left to do for them. Learning-rate schedulers and ``state_dict`` work as
-    usual. Gradients add up over several backward passes within ``accumulate()``.
+    usual. Gradients add up over several backward passes within ``accumulate()``. The parameters'
+    hooks keep the optimizer alive, and it them: call ``remove()`` on what is returned where a model
+    is to be freed before the process ends.
 
     ValueError for ``max_norm``: clipping by the norm of all gradients needs them all before the
     first parameter is stepped. TypeError for anything but an optimizer; ValueError for parameters
@@ -115,13 +117,16 @@ def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @contextmanager
-def _only(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[None]:
-    """``param`` is the one parameter of ``optimizer``; hooks and schedulers see its own step."""
+def _only(optimizer: torch.optim.Optimizer, number: int, param: torch.Tensor) -> Iterator[None]:
+    """``param``, of group ``number``, is the one parameter of ``optimizer``: hooks and schedulers
+    see its own step.
+    """
     groups: list[dict[str, Any]] = optimizer.param_groups
     kept = [group["params"] for group in groups]
     try:
-        for group, params in zip(groups, kept, strict=True):
-            group["params"] = [param] if any(p is param for p in params) else []
+        for group in groups:
+            group["params"] = []
+        groups[number]["params"] = [param]
         yield
     finally:
         for group, params in zip(groups, kept, strict=True):
