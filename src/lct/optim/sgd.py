@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT, _device_dtype_check_for_fused
 from torch.optim.sgd import sgd
 
 from ..nn.compressed_weight import CompressedWeight
-from ..tensor import CompressedTensor, sgd_all_
+from ..tensor import CompressedTensor, relieve_arena, sgd_all_
 from .base import (
     CompressedState,
     Rounding,
@@ -99,6 +99,33 @@ class SGD(CompressedState, torch.optim.SGD):
                 _device_dtype_check_for_fused(param)
         return choose_rounding(params, group["foreach"], group["fused"])
 
+    def step_param(self, group: dict[str, Any], param: torch.Tensor) -> None:
+        """Step ``param`` of ``group`` alone: in little host time where the kernel takes it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            held = self.state.get(param)
+            buffer = held.get("momentum_buffer") if held and group["momentum"] != 0 else None
+            if isinstance(buffer, CompressedTensor):
+                update = self._update(group, self._check(group, [param]))
+                payload = _payload_for_kernel(param, buffer, update)
+                if payload is not None:
+                    _step_payloads([payload], update)
+                    relieve_arena(param.device, self._payloads)
+                    return
+        super().step_param(group, param)
+
+    def _update(self, group: dict[str, Any], rounding: Rounding) -> SgdUpdate:
+        return SgdUpdate(
+            lr=group["lr"],
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            rounding=rounding,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+        )
+
     def _step_group(
         self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
     ) -> None:
@@ -111,17 +138,7 @@ class SGD(CompressedState, torch.optim.SGD):
                 (without if empty else having).add((param.device, param.dtype))
         mixed_kinds = without & having
 
-        update = SgdUpdate(
-            lr=group["lr"],
-            momentum=momentum,
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            rounding=rounding,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
-        )
+        update = self._update(group, rounding)
         updates = {False: update}
         if mixed_kinds:
             updates[True] = update._replace(mixed=True)
