@@ -31,15 +31,19 @@ from .bits import PackedBits, pack_bits
 class SaveRule:
     """From which size of its storage on a saved tensor of ``dtype`` is compressed.
 
-    Below, the payload's fixed part (a header, and the planes of a group of 8,192 values) and the
-    host time of an encode and a decode weigh more than the bytes.
+    Below, the payload's fixed part (a header, and the planes of a group of 8,192 values) costs more
+    than 1 % of the ratio of a large tensor, and an encode and a decode take as long as for a group
+    (benchmarks/thresholds.py).
     """
 
     dtype: torch.dtype
     min_bytes: int
 
 
-# One group of values; a mask is worth its eight-fold ratio from an eighth of that on.
+# At these sizes a payload is 0.695 (BF16), 0.883 (FP16), 0.848 (FP32) and 0.348 (FP32 that was cast
+# from BF16) of the dense bytes (benchmarks/results/thresholds-*.json). FP32 in general saves as
+# many bytes a value as BF16. A mask is an eighth at any size: it is taken from an eighth of BF16's
+# size on.
 SAVE_RULES: dict[torch.dtype, SaveRule] = {
     rule.dtype: rule
     for rule in (
