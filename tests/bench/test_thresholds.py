@@ -10,7 +10,8 @@ import torch
 
 from lct.dtypes import DTYPES, UPCAST
 from lct.layout import PayloadLayout
-from lct.nn.activations import CAPACITY_WORDS, SAVE_RULES
+from lct.nn.activations import SAVE_RULES
+from lct.nn.room import CAPACITY_WORDS
 from lct.presets import get_preset
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

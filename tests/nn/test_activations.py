@@ -323,6 +323,7 @@ def test_sites_say_where_what_was_saved_comes_from() -> None:
         return F.gelu(x * 2)  # saves x * 2, made on this line
 
     line = f"{__file__}:{feed_forward.__code__.co_firstlineno + 1}"
+    others = set(live_tensors())
     x = hidden(64, 64)
     with lct.compress_activations() as saved:
         outs = [feed_forward(x) for _ in range(3)]
@@ -332,11 +333,12 @@ def test_sites_say_where_what_was_saved_comes_from() -> None:
     gelu = by_site[line, "Mul", BF16]
     assert (gelu.encoded, gelu.reused, gelu.decoded, gelu.shape) == (3, 0, 0, (64, 64))
     assert gelu.dense_bytes == 3 * 64 * 64 * 2
-    payload = lct.encode(x.detach(), capacity=activations.CAPACITY_WORDS).payload
-    assert gelu.stored_bytes == 3 * payload.nbytes
+    assert gelu.stored_bytes < 0.8 * gelu.dense_bytes
     (bits,) = [site for site in saved.sites if site.dtype == torch.bool]
     assert (bits.encoded, bits.reused, bits.stored_bytes) == (1, 1, 64 * 64 / 8)
     assert ("Exp", 1) in {(site.producer, site.encoded) for site in saved.sites}
+    payloads = [t.payload.nbytes for t in live_tensors() if t not in others]
+    assert saved.stored_bytes == sum(payloads) + bits.stored_bytes
     assert saved.dense_bytes == sum(site.dense_bytes for site in saved.sites)
     sum(out.sum() for out in outs).backward()
     assert gelu.decoded == 3

@@ -336,21 +336,21 @@ def test_pitfall_27_decoded_tensors_lie_as_the_dense_ones(layout: str) -> None:
         assert plain.data_ptr() % 64 == fresh.data_ptr() % 64 == 0
 
 
-def test_pitfall_28_payloads_of_activations_have_few_sizes_which_stay_the_same() -> None:
-    """Sizes depend on shapes alone, so that a caching allocator finds the blocks of last step."""
+def test_pitfall_28_payloads_of_activations_have_few_sizes() -> None:
+    """Capacities are classes: a caching allocator finds the blocks of the step before."""
     model = make(TiedTransformer, True)
     optimizer = lct.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sizes = []
-    for _ in range(4):
+    sizes: Counter[int] = Counter()
+    for _ in range(8):
         held = set(live_tensors())
         with lct.compress_activations() as saved:
             loss = token_loss(model, (torch.randint(0, 64, (2, 17)),))
-        sizes.append(Counter(t.payload.nbytes for t in live_tensors() if t not in held))
+        sizes.update(t.payload.nbytes for t in live_tensors() if t not in held)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert all(found == sizes[0] for found in sizes)
-    assert len(sizes[0]) <= len({(site.dtype, site.shape) for site in saved.sites})
+    assert len(sizes) <= 2 * len(saved.sites)
+    assert sizes.total() == 8 * saved.encoded
 
 
 def test_pitfall_30_all_bit_patterns_come_back_from_everywhere() -> None:

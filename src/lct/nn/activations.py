@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..tensor import CompressedTensor, encode
 from .bits import PackedBits, pack_bits
+from .room import Room, room_of
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,6 @@ SAVE_RULES: dict[torch.dtype, SaveRule] = {
 # A view of less than this share of its storage is kept as it is, unless the storage is stored
 # anyway: encoding all of a large buffer for a few rows would not pay.
 MIN_COVERAGE = 1 / 4
-# Room of a group: activations are wider than weights, and many groups that would spill in
-# the default 748 words fit (docs/format.md, "Capacity classes").
-CAPACITY_WORDS = 784
 # Decoded storages that wait for their other consumers (k and q, after v) may take this much.
 SHARED_DECODED_BYTES = 256 << 20
 
@@ -84,13 +82,15 @@ class SaveSite:
     ``producer``: the op that made the tensor, empty where it has no history. Each storage counts
     once in ``encoded`` and the bytes (payloads without spilled chunks, which only the device
     knows); ``reused`` counts further saves of it, ``decoded`` how often backward had it decoded.
-    Seconds are measured in a ``profile=True`` block, and 0 elsewhere.
+    Seconds are measured in a ``profile=True`` block, and 0 elsewhere. ``room``: the capacity that
+    its payloads get.
     """
 
     place: str
     producer: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    room: Room
     encoded: int = 0
     reused: int = 0
     decoded: int = 0
@@ -106,9 +106,9 @@ class SaveSite:
 
     def as_dict(self) -> dict[str, Any]:
         """The same for programs."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "room"}
         fields.update(dtype=str(self.dtype).removeprefix("torch."), shape=list(self.shape))
-        return {**fields, "saved_bytes": self.saved_bytes}
+        return {**fields, "saved_bytes": self.saved_bytes, "capacity_words": self.room.words}
 
 
 class SavedActivations:
@@ -165,13 +165,14 @@ class SavedActivations:
         reason = _reason_to_keep(tensor)
         if not reason:
             stored = self._find_or_store(tensor)
-            if stored is not None:
+            if isinstance(stored, _Stored):
                 return _Saved(stored, tensor)
-            reason = "it is a small part of its storage"
+            reason = stored
         self.kept[reason] += 1
         return _Kept(tensor)
 
-    def _find_or_store(self, tensor: torch.Tensor) -> _Stored | None:
+    def _find_or_store(self, tensor: torch.Tensor) -> _Stored | str:
+        """What ``tensor`` lies in, stored; or the reason why it stays as it is."""
         source = tensor.untyped_storage()
         # On CUDA another stream would have to wait for the encode: let it make its own.
         stream = _current_stream(tensor) if tensor.is_cuda else 0
@@ -184,10 +185,19 @@ class SavedActivations:
             return stored
         size = source.nbytes()
         if tensor.nbytes < MIN_COVERAGE * size:
-            return None
+            return "it is a small part of its storage"
         site = self._site_of(tensor)
+        # Most tensors are all of their storage, and need no view of it, here and in unpack.
+        coded = tensor.dtype != torch.bool
+        whole = coded and tensor.nbytes == size and tensor.is_contiguous()
+        flat = tensor if whole else _flat(tensor, source)
+        upcast = is_exact_upcast(tensor)
+        if coded:
+            site.room.look(flat, upcast)
+            if not site.room.pays:
+                return "its values need as much room compressed"
         started = _now(tensor) if self.profile else 0.0
-        stored = _Stored(tensor, source, stream, site, self.profile)
+        stored = _Stored(flat, upcast, source, stream, site, self.profile)
         if self.profile:
             site.encode_seconds += _now(tensor) - started
         site.encoded += 1
@@ -222,7 +232,8 @@ class SavedActivations:
         if site is None:
             place = f"{code.co_filename}:{frame.f_lineno}"
             fields = place, producer.partition("Backward")[0], tensor.dtype, tuple(shape)
-            site = self._sites.setdefault(fields, SaveSite(*fields))
+            room = room_of(place, producer, tensor)
+            site = self._sites.setdefault(fields, SaveSite(*fields, room))
             self._by_instruction[key] = site
         return site
 
@@ -261,22 +272,18 @@ class _Stored:
 
     def __init__(
         self,
-        tensor: torch.Tensor,
+        flat: torch.Tensor,
+        upcast: bool,
         source: torch.UntypedStorage,
         stream: int,
         site: SaveSite,
         profile: bool,
     ) -> None:
         content: CompressedTensor | PackedBits
-        if tensor.dtype == torch.bool:
-            flat = _flat(tensor, source)
+        if flat.dtype == torch.bool:
             content = pack_bits(flat)
         else:
-            # Most tensors are all of their storage, and need no view of it, here and in unpack.
-            whole = tensor.nbytes == source.nbytes() and tensor.is_contiguous()
-            flat = tensor if whole else _flat(tensor, source)
-            upcast = is_exact_upcast(tensor)
-            content = encode(flat, capacity=CAPACITY_WORDS, upcast=upcast)
+            content = encode(flat, capacity=site.room.words, upcast=upcast)
         site.stored_bytes += content.payload.nbytes
         self.content: CompressedTensor | PackedBits | _Handed = content
         self.shape, self.stride = flat.shape, flat.stride()
