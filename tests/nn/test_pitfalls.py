@@ -15,6 +15,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,6 +68,32 @@ def test_pitfall_01_compiled_functions_under_the_hooks(inside: bool) -> None:
         grads.append([p.grad.clone() for p in model.parameters()])
     for a, b in zip(*grads, strict=True):
         assert_same_bits(a, b)
+    torch.compiler.reset()
+
+
+def test_pitfall_01_with_a_memory_budget() -> None:
+    """What the partitioner saves passes the hooks; what it computes again does not."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Tanh(), nn.Linear(128, 64)).to(BF16)
+    x = torch.randn(64, 64).to(BF16)
+
+    def run(budget: float) -> list[torch.Tensor]:
+        torch.compiler.reset()
+        model.zero_grad()
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+            loss = compiled(x).float().square().sum()
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = run(1.0)
+    sizes = []
+    for budget in (1.0, 0.3):
+        with lct.compress_activations() as saved:
+            got = run(budget)
+        sizes.append(saved.dense_bytes)
+        for a, b in zip(expected, got, strict=True):
+            assert_same_bits(a, b)
+    assert 0 < sizes[1] < sizes[0]
     torch.compiler.reset()
 
 

@@ -49,13 +49,15 @@ class Room:
     def look(self, dense: torch.Tensor, upcast: bool) -> None:
         """Take in what measurements said, and measure ``dense``, a plain tensor, if it is time."""
         self._saves += 1
-        if self._pending is not None:
-            self._receive(dense.dtype, upcast)
-        elif self._saves <= FIRST_LOOKS or self._saves % LOOK_EVERY == 0:
-            if dense.is_cuda and torch.cuda.is_current_stream_capturing():
-                return
+        due = self._saves <= FIRST_LOOKS or self._saves % LOOK_EVERY == 0
+        if self._pending is None and not due:
+            return
+        # A capture forbids to ask whether the device is done.
+        if dense.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        if self._pending is None:
             self._pending = group_needs_later(dense, upcast)
-            self._receive(dense.dtype, upcast)
+        self._receive(dense.dtype, upcast)
 
     def _receive(self, dtype: torch.dtype, upcast: bool) -> None:
         assert self._pending is not None
