@@ -45,7 +45,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lct",),  # the public API: the file src/lct/__init__.py alone
     ("lct.cli", "lct.bench", "lct.demo", "lct.__main__"),
 )
-BACKENDS = ("lct.backends.reference", "lct.backends.cpu", "lct.backends.cuda")
+BACKENDS = (
+    "lct.backends.reference",
+    "lct.backends.cpu",
+    "lct.backends.cuda",
+    "lct.backends.meta",
+)
 # Pure Python and NumPy: the format can be read without torch.
 TORCH_FREE_LAYER = 0
 HEAVY = ("numba", "cuda.core", "cuda.bindings", "matplotlib", "transformers", "typer")

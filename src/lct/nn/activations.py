@@ -238,11 +238,11 @@ class SavedActivations:
         return site
 
 
-# Whether a file belongs to torch, to LCT or to a compiler, and is no place of a user's.
+# Whether a file belongs to torch, to this package or to a compiler, and is no place of a model's.
 _internal: dict[str, bool] = {}
 _INTERNAL = (
     str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
+    str(Path(__file__).parent),
     "<eval_with_key>",
 )
 
