@@ -12,10 +12,13 @@ import gc
 import io
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config
+import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -328,6 +331,43 @@ def test_pitfall_19_state_saves_at_step_1_and_round_trips_in_its_own_dtype(kind:
     name = "exp_avg" if kind == "AdamW" else "momentum_buffer"
     assert isinstance(other.state[other_model.weight][name], lct.CompressedTensor)
     assert other.state[other_model.weight][name].dtype == BF16
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_pitfall_22_parallel_wrappers_of_one_process(wrapper: str) -> None:
+    """They find all ops that they need. Weights stay compressed under DDP; shards of FSDP2 are
+    dense (docs/guide.md, Limits).
+    """
+    x = torch.randn(8, 64).to(BF16)
+    models = []
+    for compressed in (False, True):
+        model = make(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), compressed)
+        wrapped: Any = model
+        if compressed and wrapper == "DDP":
+            wrapped = nn.parallel.DistributedDataParallel(model)
+            assert isinstance(model[0].weight, lct.CompressedWeight)
+        elif compressed:
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+            wrapped = torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+            assert type(model[0].weight.to_local()) is torch.Tensor
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for _ in range(2):
+            wrapped(x).float().square().sum().backward()
+            optimizer.step()
+        models.append(model)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        local = b.to_local() if isinstance(b, torch.distributed.tensor.DTensor) else b
+        assert_same_bits(a, local)
 
 
 def test_pitfall_23_gradients_are_plain_tensors() -> None:
