@@ -22,6 +22,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "lct.errors",
+        "lct.text",
         "lct.config",
         "lct.dtypes",
         "lct.presets",

@@ -368,5 +368,8 @@ def test_stats_have_the_sites_of_the_last_block() -> None:
     assert numbers["encoded"] == len(numbers["sites"]) == 1
     (site,) = numbers["sites"]
     assert site["dtype"] == "bfloat16" and site["shape"] == [64, 64]
+    head, row, *kept = str(saved).splitlines()
+    assert head.split()[:2] == ["saved", "at"] and head.endswith("decode ms")
+    assert row.startswith(__file__) and "64 × 64" in row and not kept
     assert site["encode_seconds"] > 0 and site["decode_seconds"] > 0
     assert site["saved_bytes"] == site["dense_bytes"] - site["stored_bytes"] > 0

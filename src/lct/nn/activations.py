@@ -24,6 +24,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..tensor import CompressedTensor, encode
+from ..text import text_table
 from .bits import PackedBits, pack_bits
 from .room import Room, room_of
 
@@ -114,8 +115,8 @@ class SaveSite:
 class SavedActivations:
     """What one ``compress_activations`` block has seen: ``sites``, and their sums.
 
-    ``kept`` counts the saves that were left as they are, by reason. ``profile``: whether encodes
-    and decodes are timed, which waits for the device around each of them.
+    ``print`` gives a table. ``kept`` counts the saves that were left as they are, by reason.
+    ``profile``: whether encodes and decodes are timed, which waits for the device around each.
     """
 
     def __init__(self, profile: bool = False) -> None:
@@ -159,6 +160,20 @@ class SavedActivations:
             "kept": dict(self.kept),
             "sites": [site.as_dict() for site in self.sites],
         }
+
+    def __str__(self) -> str:
+        head = ["made by", "dtype", "shape", "compressed", "reused", "dense MB", "stored MB"]
+        head += ["encode ms", "decode ms"] if self.profile else []
+        rows = []
+        for site in self.sites:
+            row = [site.producer or "–", str(site.dtype).removeprefix("torch.")]
+            row += [" × ".join(map(str, site.shape)), f"{site.encoded:,}", f"{site.reused:,}"]
+            row += [f"{size / 1e6:,.2f}" for size in (site.dense_bytes, site.stored_bytes)]
+            if self.profile:
+                row += [f"{1e3 * s:,.2f}" for s in (site.encode_seconds, site.decode_seconds)]
+            rows.append([site.place, *row])
+        kept = (f"left as it is, {count:,} times: {why}" for why, count in self.kept.most_common())
+        return "\n".join((text_table(["saved at", *head], rows), *kept))
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Pack hook: a ``_Saved`` or a ``_Kept``."""
