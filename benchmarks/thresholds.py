@@ -21,8 +21,8 @@ import torch
 import lct
 from lct.bench.results import describe_run, write_json
 from lct.bench.timing import measure
-from lct.nn.activations import CAPACITY_WORDS
 from lct.nn.bits import pack_bits
+from lct.nn.room import CAPACITY_WORDS
 
 SIZES = tuple(2**power for power in range(10, 21))
 WITHIN = 0.01  # of the ratio of a large tensor

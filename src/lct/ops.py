@@ -7,7 +7,7 @@ contiguous and on the payload's device; callers have checked them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -153,6 +153,16 @@ def group_needs(
     values = patterns(dense)
     book, _ = cpu.select(values, layout, candidates)
     return cpu.group_needs(values, layout, book)
+
+
+def group_needs_later(
+    dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]
+) -> Callable[[], np.ndarray | None]:
+    """``group_needs`` without waiting: a call that gives None until the device is done."""
+    if dense.is_cuda:
+        return _cuda().group_needs_later(dense, layout, candidates)
+    needs = group_needs(dense, layout, candidates)
+    return lambda: needs
 
 
 def to_canonical(stored: Stored, layout: PayloadLayout) -> tuple[np.ndarray, np.ndarray]:

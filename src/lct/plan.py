@@ -91,8 +91,8 @@ class StepBytes:
 class Trainer:
     """Trains the model of ``training`` on ``device``, with ``parts`` compressed.
 
-    ValueError for parts other than ``PARTS``, and for checkpointing where the model is
-    none of transformers'.
+    ``foreach``: given to the optimizers that take it; None lets torch choose. ValueError for parts
+    other than ``PARTS``, and for checkpointing where the model is none of transformers'.
     """
 
     def __init__(

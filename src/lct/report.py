@@ -13,6 +13,7 @@ from . import ops, tensor
 from .nn.activations import last_saved
 from .nn.compressed_weight import CompressedWeight
 from .tensor import CompressedTensor
+from .text import text_table
 
 
 def stats() -> dict[str, Any]:
@@ -83,23 +84,16 @@ class MemoryReport:
 
     def __str__(self) -> str:
         head = ("", "tensors", "compressed", "dense MB", "stored MB", "saved MB", "spilled groups")
-        lines: list[tuple[str, ...]] = [head]
+        lines = []
         for row in (*self.rows, self.total):
             sizes = (row.dense_bytes, row.stored_bytes, row.saved_bytes)
             megabytes = (f"{size / 1e6:,.1f}" for size in sizes)
             counts = (f"{row.tensors:,}", f"{row.compressed:,}")
             lines.append((row.name, *counts, *megabytes, f"{row.spilled_groups:,}"))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        text = [
-            "  ".join(
-                cell.ljust(width) if i == 0 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
+        text = text_table(head, lines)
         if self.arena_bytes:
-            text.append(f"overflow arenas: {self.arena_bytes / 1e6:,.1f} MB")
-        return "\n".join(text)
+            text += f"\noverflow arenas: {self.arena_bytes / 1e6:,.1f} MB"
+        return text
 
 
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:

@@ -339,14 +339,42 @@ def _exact_layout(
 ) -> PayloadLayout:
     """The pooled layout with the capacity that ``dense`` needs, or RAW. Synchronises on CUDA."""
     layout = PayloadLayout(preset, dtype, dense.numel(), preset.capacity_words)
-    needs = ops.group_needs(dense, layout, candidates)
+    needs = _as_full_groups(ops.group_needs(dense, layout, candidates), layout)
+    return PayloadLayout.choose(
+        layout.preset, layout.dtype, layout.num_values, best_capacity(needs, HEADROOM_WORDS)
+    )
+
+
+def _as_full_groups(needs: np.ndarray, layout: PayloadLayout) -> np.ndarray:
+    """``needs``, changed in place: what a full group must have for the last one to have room."""
     if layout.tail_steps:
         # The last group has room in proportion to its steps (PayloadLayout.tail_capacity_words).
         tail = np.maximum(needs[layout.full_groups :] - FIRST_WORDS, 0)
         needs[layout.full_groups :] += -(-tail * layout.preset.steps // layout.tail_steps) - tail
-    return PayloadLayout.choose(
-        layout.preset, layout.dtype, layout.num_values, best_capacity(needs, HEADROOM_WORDS)
-    )
+    return needs
+
+
+def group_needs_later(dense: torch.Tensor, upcast: bool = False) -> Callable[[], np.ndarray | None]:
+    """A call that gives the words, int32 (num_groups,), that the groups of ``dense`` need.
+
+    ``dense``: contiguous. On CUDA nothing waits: the call gives None until the device is done.
+    """
+    preset = get_preset(None)
+    dtype = UPCAST if upcast else _CODED_DTYPES[dense.dtype]
+    layout = PayloadLayout(preset, dtype, dense.numel(), preset.capacity_words)
+    later = ops.group_needs_later(dense.detach(), layout, book_candidates(None))
+
+    def needs() -> np.ndarray | None:
+        found = later()
+        return found if found is None else _as_full_groups(found, layout)
+
+    return needs
+
+
+def payload_bytes(dtype: torch.dtype, upcast: bool, num_values: int, capacity: int) -> int:
+    """Bytes of a pooled payload without spilled chunks, those of RAW where that is smaller."""
+    row = UPCAST if upcast else _CODED_DTYPES[dtype]
+    return PayloadLayout.choose(get_preset(None), row, num_values, capacity).size_bytes
 
 
 def encode(

@@ -24,22 +24,28 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..tensor import CompressedTensor, encode
+from ..text import text_table
 from .bits import PackedBits, pack_bits
+from .room import Room, room_of
 
 
 @dataclass(frozen=True)
 class SaveRule:
     """From which size of its storage on a saved tensor of ``dtype`` is compressed.
 
-    Below, the payload's fixed part (a header, and the planes of a group of 8,192 values) and the
-    host time of an encode and a decode weigh more than the bytes.
+    Below, the payload's fixed part (a header, and the planes of a group of 8,192 values) costs more
+    than 1 % of the ratio of a large tensor, and an encode and a decode take as long as for a group
+    (benchmarks/thresholds.py).
     """
 
     dtype: torch.dtype
     min_bytes: int
 
 
-# One group of values; a mask is worth its eight-fold ratio from an eighth of that on.
+# At these sizes a payload is 0.695 (BF16), 0.883 (FP16), 0.848 (FP32) and 0.348 (FP32 that was cast
+# from BF16) of the dense bytes (benchmarks/results/thresholds-*.json). FP32 in general saves as
+# many bytes a value as BF16. A mask is an eighth at any size: it is taken from an eighth of BF16's
+# size on.
 SAVE_RULES: dict[torch.dtype, SaveRule] = {
     rule.dtype: rule
     for rule in (
@@ -52,9 +58,6 @@ SAVE_RULES: dict[torch.dtype, SaveRule] = {
 # A view of less than this share of its storage is kept as it is, unless the storage is stored
 # anyway: encoding all of a large buffer for a few rows would not pay.
 MIN_COVERAGE = 1 / 4
-# Room of a group: activations are wider than weights, and many groups that would spill in
-# the default 748 words fit (docs/format.md, "Capacity classes").
-CAPACITY_WORDS = 784
 # Decoded storages that wait for their other consumers (k and q, after v) may take this much.
 SHARED_DECODED_BYTES = 256 << 20
 
@@ -80,13 +83,15 @@ class SaveSite:
     ``producer``: the op that made the tensor, empty where it has no history. Each storage counts
     once in ``encoded`` and the bytes (payloads without spilled chunks, which only the device
     knows); ``reused`` counts further saves of it, ``decoded`` how often backward had it decoded.
-    Seconds are measured in a ``profile=True`` block, and 0 elsewhere.
+    Seconds are measured in a ``profile=True`` block, and 0 elsewhere. ``room``: the capacity that
+    its payloads get.
     """
 
     place: str
     producer: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    room: Room
     encoded: int = 0
     reused: int = 0
     decoded: int = 0
@@ -102,16 +107,16 @@ class SaveSite:
 
     def as_dict(self) -> dict[str, Any]:
         """The same for programs."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "room"}
         fields.update(dtype=str(self.dtype).removeprefix("torch."), shape=list(self.shape))
-        return {**fields, "saved_bytes": self.saved_bytes}
+        return {**fields, "saved_bytes": self.saved_bytes, "capacity_words": self.room.words}
 
 
 class SavedActivations:
     """What one ``compress_activations`` block has seen: ``sites``, and their sums.
 
-    ``kept`` counts the saves that were left as they are, by reason. ``profile``: whether encodes
-    and decodes are timed, which waits for the device around each of them.
+    ``print`` gives a table. ``kept`` counts the saves that were left as they are, by reason.
+    ``profile``: whether encodes and decodes are timed, which waits for the device around each.
     """
 
     def __init__(self, profile: bool = False) -> None:
@@ -156,18 +161,33 @@ class SavedActivations:
             "sites": [site.as_dict() for site in self.sites],
         }
 
+    def __str__(self) -> str:
+        head = ["made by", "dtype", "shape", "compressed", "reused", "dense MB", "stored MB"]
+        head += ["encode ms", "decode ms"] if self.profile else []
+        rows = []
+        for site in self.sites:
+            row = [site.producer or "–", str(site.dtype).removeprefix("torch.")]
+            row += [" × ".join(map(str, site.shape)), f"{site.encoded:,}", f"{site.reused:,}"]
+            row += [f"{size / 1e6:,.2f}" for size in (site.dense_bytes, site.stored_bytes)]
+            if self.profile:
+                row += [f"{1e3 * s:,.2f}" for s in (site.encode_seconds, site.decode_seconds)]
+            rows.append([site.place, *row])
+        kept = (f"left as it is, {count:,} times: {why}" for why, count in self.kept.most_common())
+        return "\n".join((text_table(["saved at", *head], rows), *kept))
+
     def pack(self, tensor: torch.Tensor) -> Any:
         """Pack hook: a ``_Saved`` or a ``_Kept``."""
         reason = _reason_to_keep(tensor)
         if not reason:
             stored = self._find_or_store(tensor)
-            if stored is not None:
+            if isinstance(stored, _Stored):
                 return _Saved(stored, tensor)
-            reason = "it is a small part of its storage"
+            reason = stored
         self.kept[reason] += 1
         return _Kept(tensor)
 
-    def _find_or_store(self, tensor: torch.Tensor) -> _Stored | None:
+    def _find_or_store(self, tensor: torch.Tensor) -> _Stored | str:
+        """What ``tensor`` lies in, stored; or the reason why it stays as it is."""
         source = tensor.untyped_storage()
         # On CUDA another stream would have to wait for the encode: let it make its own.
         stream = _current_stream(tensor) if tensor.is_cuda else 0
@@ -180,10 +200,19 @@ class SavedActivations:
             return stored
         size = source.nbytes()
         if tensor.nbytes < MIN_COVERAGE * size:
-            return None
+            return "it is a small part of its storage"
         site = self._site_of(tensor)
+        # Most tensors are all of their storage, and need no view of it, here and in unpack.
+        coded = tensor.dtype != torch.bool
+        whole = coded and tensor.nbytes == size and tensor.is_contiguous()
+        flat = tensor if whole else _flat(tensor, source)
+        upcast = is_exact_upcast(tensor)
+        if coded:
+            site.room.look(flat, upcast)
+            if not site.room.pays:
+                return "its values need as much room compressed"
         started = _now(tensor) if self.profile else 0.0
-        stored = _Stored(tensor, source, stream, site, self.profile)
+        stored = _Stored(flat, upcast, source, stream, site, self.profile)
         if self.profile:
             site.encode_seconds += _now(tensor) - started
         site.encoded += 1
@@ -218,16 +247,17 @@ class SavedActivations:
         if site is None:
             place = f"{code.co_filename}:{frame.f_lineno}"
             fields = place, producer.partition("Backward")[0], tensor.dtype, tuple(shape)
-            site = self._sites.setdefault(fields, SaveSite(*fields))
+            room = room_of(place, producer, tensor)
+            site = self._sites.setdefault(fields, SaveSite(*fields, room))
             self._by_instruction[key] = site
         return site
 
 
-# Whether a file belongs to torch, to LCT or to a compiler, and is no place of a user's.
+# Whether a file belongs to torch, to this package or to a compiler, and is no place of a model's.
 _internal: dict[str, bool] = {}
 _INTERNAL = (
     str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
+    str(Path(__file__).parent),
     "<eval_with_key>",
 )
 
@@ -257,22 +287,18 @@ class _Stored:
 
     def __init__(
         self,
-        tensor: torch.Tensor,
+        flat: torch.Tensor,
+        upcast: bool,
         source: torch.UntypedStorage,
         stream: int,
         site: SaveSite,
         profile: bool,
     ) -> None:
         content: CompressedTensor | PackedBits
-        if tensor.dtype == torch.bool:
-            flat = _flat(tensor, source)
+        if flat.dtype == torch.bool:
             content = pack_bits(flat)
         else:
-            # Most tensors are all of their storage, and need no view of it, here and in unpack.
-            whole = tensor.nbytes == source.nbytes() and tensor.is_contiguous()
-            flat = tensor if whole else _flat(tensor, source)
-            upcast = is_exact_upcast(tensor)
-            content = encode(flat, capacity=CAPACITY_WORDS, upcast=upcast)
+            content = encode(flat, capacity=site.room.words, upcast=upcast)
         site.stored_bytes += content.payload.nbytes
         self.content: CompressedTensor | PackedBits | _Handed = content
         self.shape, self.stride = flat.shape, flat.stride()

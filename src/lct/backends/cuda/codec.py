@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -336,6 +336,25 @@ def group_needs(
     dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]
 ) -> np.ndarray:
     """Words that each pooled group needs, int32 (num_groups,). Synchronises."""
+    return _launch_needs(dense, layout, candidates).cpu().numpy()
+
+
+def group_needs_later(
+    dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]
+) -> Callable[[], np.ndarray | None]:
+    """``group_needs`` as a call that gives None until the device is done. Does not wait."""
+    needs = _launch_needs(dense, layout, candidates)
+    with torch.cuda.device(dense.get_device()):
+        host = torch.empty(needs.shape, dtype=needs.dtype, pin_memory=True)
+        host.copy_(needs, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return lambda: host.numpy() if event.query() else None
+
+
+def _launch_needs(
+    dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]
+) -> torch.Tensor:
     device = dense.get_device()
     with torch.cuda.device(device):
         dense = aligned(dense)
@@ -351,7 +370,7 @@ def group_needs(
         kernel = jit.load("pooled_needs", layout.preset, layout.dtype, device)
         blocks = -(-layout.num_groups // kernel.warps)
         jit.Call(kernel, args, blocks, kernel.warps, extra=needs.data_ptr()).launch(stream)
-        return needs.cpu().numpy()
+        return needs
 
 
 def to_canonical(payload: torch.Tensor, layout: PayloadLayout) -> tuple[np.ndarray, np.ndarray]:
