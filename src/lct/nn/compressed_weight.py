@@ -14,12 +14,17 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
-from ..layout import FORMAT_VERSION
 from ..tensor import CompressedTensor, encode
 from .strides import memory_order
 
 Handler = Callable[..., Any]
+# What the class itself keeps on a weight.
+OWN_ATTRIBUTES = ("compressed", "_whole", "_handle")
+# Compiled graphs live on disk too: count this up when a graph of before would do something else.
+TRACE_VERSION = 1
 
 
 class CompressedWeight(torch.Tensor):
@@ -31,6 +36,7 @@ class CompressedWeight(torch.Tensor):
 
     compressed: CompressedTensor
     _whole: bool
+    _handle: torch.Tensor
     # Filled by weight_ops: handlers of functions (absent: torch's own) and of dispatched ops (all).
     functions: ClassVar[dict[Any, Handler]] = {}
     ops: ClassVar[dict[Any, Handler]] = {}
@@ -103,24 +109,43 @@ class CompressedWeight(torch.Tensor):
             return cls.ops[func](func, args, kwargs or {})
 
     # Traceable wrapper subclasses are moved and cast by `Module.to` with `swap_tensors`; others by
-    # `.data =`, which would not carry the root along.
+    # `.data =`, which would not carry the root along. Compiled graphs see the flat form.
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         root = self.compressed
-        geometry = (self.shape, self.stride(), self.storage_offset(), self.dtype, self._whole)
-        return ["payload"], (FORMAT_VERSION, root.layout, root, geometry)
+        geometry = None
+        if not self._whole:
+            geometry = (self.shape, self.stride(), self.storage_offset(), self.dtype)
+        return ["handle"], (TRACE_VERSION, root.shape, root.dtype, geometry)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: tuple[Any, ...], size: Any, stride: Any
     ) -> CompressedWeight:
-        _, _, root, (shape, strides, offset, dtype, whole) = context
-        if inner["payload"] is not root.payload:
-            raise NotImplementedError("a compressed weight is rebuilt from its own payload only")
-        return (
-            CompressedWeight(root)
-            if whole
-            else CompressedWeight(root, shape, strides, offset, dtype)
-        )
+        from .compiled import TracedRoot, root_of
+
+        handle = inner["handle"]
+        _, shape, dtype, geometry = context
+        real = type(handle) is torch.Tensor
+        root: Any = root_of(handle) if real else TracedRoot(handle, shape, dtype)
+        return CompressedWeight(root) if geometry is None else CompressedWeight(root, *geometry)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Torch's on-disk cache of compiled graphs knows a weight by this."""
+        return repr((self.shape, self.stride(), self.dtype, self.device, self.requires_grad,
+                     self.__tensor_flatten__()))
+
+    @property
+    def handle(self) -> torch.Tensor:
+        """What stands for the payload in compiled graphs (``compiled.new_handle``)."""
+        root: Any = self.compressed
+        if type(root) is not CompressedTensor:
+            return root.handle
+        from .compiled import is_handle_of, new_handle
+
+        handle = self.__dict__.get("_handle")
+        if not is_handle_of(handle, root):
+            handle = self._handle = new_handle(root)
+        return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedWeight:
         if id(self) in memo:
@@ -152,19 +177,23 @@ class CompressedWeight(torch.Tensor):
     ) -> str:
         kind = "Parameter, " if getattr(self, "_is_param", False) else ""
         view = "" if self._whole else f", view of {tuple(self.compressed.shape)}"
+        root: Any = self.compressed
+        stored = "traced"
+        if type(root) is CompressedTensor:
+            stored = f"payload={root.payload.nbytes} of {root.dense_nbytes} bytes"
         return (
             f"CompressedWeight({kind}shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"device={self.device}, payload={self.payload.nbytes} of "
-            f"{self.compressed.dense_nbytes} bytes{view})"
+            f"device={self.device}, {stored}{view})"
         )
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Fake and functional tensors are what `torch.compile` traces with.
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 def _attributes(weight: CompressedWeight) -> dict[str, Any]:
     """What users and torch hung on a weight, without what the class itself keeps there."""
-    return {k: v for k, v in weight.__dict__.items() if k not in ("compressed", "_whole")}
+    return {k: v for k, v in weight.__dict__.items() if k not in OWN_ATTRIBUTES}
 
 
 def _restore_attributes(weight: CompressedWeight, attributes: dict[str, Any]) -> None:
@@ -196,6 +225,12 @@ def view_of(values: torch.Tensor, weight: CompressedWeight) -> torch.Tensor:
     if weight.dtype != flat.dtype:
         flat = flat.view(weight.dtype)
     return flat.as_strided(weight.shape, weight.stride(), weight.storage_offset())
+
+
+def note_write(payload: torch.Tensor) -> None:
+    """Count a write to ``payload``: compiled graphs save it for backward, not the weight."""
+    if not payload.is_inference():
+        torch.autograd.graph.increment_version(payload)
 
 
 def as_compressed(tensor: torch.Tensor) -> CompressedWeight:
