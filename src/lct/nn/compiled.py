@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..layout import HEADER_BYTES
 from ..tensor import CompressedTensor
 
-# Address of a payload to its owner. An entry is used through a handle only, which keeps the memory
-# at its address; the latest handle made there is of the same payload.
-_roots: weakref.WeakValueDictionary[int, CompressedTensor] = weakref.WeakValueDictionary()
+# Payloads by address. A payload that is here is alive, so a handle at its address is its own.
+_payloads: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 def new_handle(root: CompressedTensor) -> torch.Tensor:
@@ -31,33 +30,30 @@ def new_handle(root: CompressedTensor) -> torch.Tensor:
 
     The payload's version counter tells autograd of writes between forward and backward.
     """
-    payload = root.payload
+    payload: Any = root.payload
+    payload.owner = weakref.ref(root)
+    _payloads[payload.data_ptr()] = payload
     with torch.inference_mode(False):
-        # Detached, not a view: autograd saves it as it is, and with it what hangs on it.
-        handle = payload[:HEADER_BYTES].detach()
-    handle.root = root  # type: ignore[attr-defined] # a graph that awaits backward keeps it
-    handle.payload = payload  # type: ignore[attr-defined]
-    _roots[payload.data_ptr()] = root
+        # Detached, it is no view: autograd saves the object itself, and so what hangs on it.
+        handle: Any = payload[:HEADER_BYTES].detach()
+    handle.payload = payload  # it may be stored anew before backward
+    handle.root = root  # and the weight may be dropped
     return handle
 
 
-def is_handle_of(handle: torch.Tensor | None, root: CompressedTensor) -> bool:
-    """Whether ``handle`` still stands for ``root``: same payload, not stored anew since."""
-    return (
-        handle is not None
-        and handle.payload is root.payload  # type: ignore[attr-defined]
-        and handle.root is root  # type: ignore[attr-defined]
-    )
+def is_current(handle: Any, root: CompressedTensor) -> bool:
+    """Whether ``handle`` (or None) stands for ``root``, which has not been stored anew since."""
+    return handle is not None and handle.payload is root.payload and handle.root is root
 
 
 def root_of(handle: torch.Tensor) -> CompressedTensor:
     """The tensor that ``handle`` stands for; RuntimeError for anything but a handle."""
-    root = _roots.get(handle.data_ptr())
+    payload: Any = _payloads.get(handle.data_ptr())
+    root = payload.owner() if payload is not None else None
     if root is None:
         raise RuntimeError(
-            "lct::decode takes the handle of a living compressed weight, got a "
-            f"{handle.dtype} tensor of shape {tuple(handle.shape)} that is none: a copy, or its "
-            "weight was dropped"
+            "lct::decode takes the handle of a compressed weight that exists, got a "
+            f"{handle.dtype} tensor of shape {tuple(handle.shape)} that is a copy, or outlives it"
         )
     return root
 
@@ -115,10 +111,11 @@ def _decode_fake(
 
 
 _library = torch.library.Library("lct", "DEF")
-# Inductor need not lay out `after` as it was traced: nobody reads it.
 _library.define(
     "decode(Tensor handle, SymInt[] size, ScalarType dtype, Tensor[] after) -> Tensor",
-    tags=(torch.Tag.flexible_layout,),
+    # Inductor need not lay out `after` as it was traced, for nobody reads it. A captured CUDA graph
+    # would decode with the layout and the address that the payload had then.
+    tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
 )
 _library.impl("decode", _decode, "CompositeExplicitAutograd")
 _library.impl("decode", torch.library.fallthrough_kernel, "Autograd")

@@ -37,6 +37,8 @@ class CompressedWeight(torch.Tensor):
     compressed: CompressedTensor
     _whole: bool
     _handle: torch.Tensor
+    # Within torch.compile, of a view: the op that made it, its arguments, and which result it is.
+    traced_view: tuple[Any, tuple[Any, ...], dict[str, Any], int | None] | None = None
     # Filled by weight_ops: handlers of functions (absent: torch's own) and of dispatched ops (all).
     functions: ClassVar[dict[Any, Handler]] = {}
     ops: ClassVar[dict[Any, Handler]] = {}
@@ -140,10 +142,10 @@ class CompressedWeight(torch.Tensor):
         root: Any = self.compressed
         if type(root) is not CompressedTensor:
             return root.handle
-        from .compiled import is_handle_of, new_handle
+        from .compiled import is_current, new_handle
 
         handle = self.__dict__.get("_handle")
-        if not is_handle_of(handle, root):
+        if not is_current(handle, root):
             handle = self._handle = new_handle(root)
         return handle
 
@@ -227,8 +229,8 @@ def view_of(values: torch.Tensor, weight: CompressedWeight) -> torch.Tensor:
     return flat.as_strided(weight.shape, weight.stride(), weight.storage_offset())
 
 
-def note_write(payload: torch.Tensor) -> None:
-    """Count a write to ``payload``: compiled graphs save it for backward, not the weight."""
+def count_write(payload: torch.Tensor) -> None:
+    """Tell autograd of a write to ``payload``: compiled graphs save that, not the weight."""
     if not payload.is_inference():
         torch.autograd.graph.increment_version(payload)
 

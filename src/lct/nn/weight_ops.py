@@ -5,7 +5,6 @@ An op that no table names is a view (lazy), or runs on decoded tensors, as its s
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,13 +13,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..dtypes import DTYPES
 from ..tensor import CompressedTensor
-from .compressed_weight import CompressedWeight, Handler, alias_of, note_write, view_of
+from .compressed_weight import CompressedWeight, Handler, alias_of, count_write, view_of
 from .linear import linear
 from .strides import memory_order
 
 aten = torch.ops.aten
 _DTYPES = {getattr(torch, name) for name in DTYPES}
-_NO_CONTEXT = nullcontext()
 
 
 def _stand_in(weight: CompressedWeight) -> torch.Tensor:
@@ -74,6 +72,10 @@ class _Decoded:
     def _of_traced(self, weight: CompressedWeight) -> torch.Tensor:
         from .compiled import plain_tensors
 
+        if weight.traced_view is not None:
+            func, (base, *args), kwargs, index = weight.traced_view
+            result = func(self._of_traced(base), *args, **kwargs)
+            return result if index is None else result[index]
         root: Any = weight.compressed
         values = self.values.get(id(root))
         if values is None:
@@ -128,23 +130,34 @@ def _write(root: CompressedTensor, dense: torch.Tensor) -> None:
     """New values for ``root``, of which the compiled graphs that saved its handle must know."""
     payload = root.payload
     root.encode_(dense)
-    note_write(payload)
+    count_write(payload)
 
 
 def _lazy_view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     weight = args[0]
+    if _is_traced(weight):
+        return _traced_view(func, args, kwargs)
+    return _as_views(weight, func(_stand_in(weight), *args[1:], **kwargs))
 
-    def wrap(meta: Any) -> Any:
-        if isinstance(meta, (list, tuple)):
-            return type(meta)(wrap(item) for item in meta)
-        return CompressedWeight(
-            weight.compressed, meta.shape, meta.stride(), meta.storage_offset(), meta.dtype
-        )
 
-    # The modes that trace must not see the stand-in.
-    with _disable_current_modes() if _is_traced(weight) else _NO_CONTEXT:
+def _as_views(weight: CompressedWeight, meta: Any) -> Any:
+    """Views of ``weight`` with the geometry of ``meta``, of one tensor or of many."""
+    if isinstance(meta, (list, tuple)):
+        return type(meta)(_as_views(weight, item) for item in meta)
+    return CompressedWeight(
+        weight.compressed, meta.shape, meta.stride(), meta.storage_offset(), meta.dtype
+    )
+
+
+def _traced_view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A view that the graph takes of the decoded weight by the same op as of a dense one."""
+    weight = args[0]
+    with _disable_current_modes():  # they would trace what is done to the stand-in
         meta = func(_stand_in(weight), *args[1:], **kwargs)
-    return wrap(meta)
+    views = _as_views(weight, meta)
+    for index, view in enumerate(views) if isinstance(views, (list, tuple)) else [(None, views)]:
+        view.traced_view = func, args, kwargs, index
+    return views
 
 
 def _refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -170,12 +183,15 @@ def _handler_for(func: Any) -> Handler:
 
 
 def _detach(func: Any, args: Any, kwargs: dict[str, Any]) -> CompressedWeight:
-    return alias_of(args[0])
+    alias = alias_of(args[0])
+    if _is_traced(alias):
+        alias.traced_view = args[0].traced_view
+    return alias
 
 
 def _transpose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     weight = args[0]
-    if weight.dim() != 2 or func is not aten.t.default:
+    if weight.dim() != 2 or func is not aten.t.default or _is_traced(weight):
         return _lazy_view(func, args, kwargs)
     (rows, columns), (row, column) = weight.shape, weight.stride()
     return CompressedWeight(
