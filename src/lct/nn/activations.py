@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..ops import SUPPORTED_DEVICES
 from ..tensor import CompressedTensor, encode
 from .bits import PackedBits, pack_bits
+from .untraced import untraced
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class SavedActivations:
     def __post_init__(self) -> None:
         self._stored: weakref.WeakValueDictionary[Any, _Stored] = weakref.WeakValueDictionary()
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """Pack hook: a ``_Saved`` or a ``_Kept``."""
         reason = _reason_to_keep(tensor)
@@ -212,6 +214,7 @@ class _Saved:
         flat = self.stored.values(shared=self.stored.waiting > 0)
         return flat.as_strided(self.shape, self.stride, self.offset)
 
+    @untraced
     def __del__(self) -> None:
         # The graph lets go of a save with no backward, or of the last one: nobody else will ask.
         if self.waits:
@@ -235,6 +238,7 @@ class _Kept:
         return self.tensor
 
 
+@untraced
 def _unpack(packed: _Saved | _Kept) -> torch.Tensor:
     return packed.unpack()
 

@@ -19,6 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..tensor import CompressedTensor, encode
 from .strides import memory_order
+from .untraced import untraced
 
 Handler = Callable[..., Any]
 # What the class itself keeps on a weight.
@@ -89,6 +90,7 @@ class CompressedWeight(torch.Tensor):
         return self.compressed.payload
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Handler, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -102,6 +104,7 @@ class CompressedWeight(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
