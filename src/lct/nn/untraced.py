@@ -18,10 +18,12 @@ _RUN = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def untraced(function: Function) -> Function:
-    """Mark ``function``: where a compiled function has fallen back to eager calls, Dynamo looks at
-    every frame below it, and would compile this one by itself.
+    """Mark ``function``: where traced code calls it the graph breaks, and where a frame runs as it
+    is below a compiled function, Dynamo does not compile this one by itself.
 
     ``torch.compiler.disable`` does that too, but wraps the function and imports the compiler.
     """
     set_code_exec_strategy(function.__code__, _RUN)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "LCT's"  # type: ignore[attr-defined]
     return function

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..dtypes import DTYPES
@@ -120,10 +121,10 @@ def _run_dense(
 
 def _check_writable(func: Any, weight: CompressedWeight) -> None:
     if _is_traced(weight):
-        raise RuntimeError(
-            f"{func} writes to a compressed weight within torch.compile: write outside of the "
-            "compiled region, or within a function that torch.compiler.disable decorates"
-        )
+        # For Dynamo this is a reason to break the graph: the write then runs eagerly.
+        error = UnsupportedOperatorException(func)
+        error.add_note(f"{func} writes to a compressed weight, which a compiled graph cannot do")
+        raise error
 
 
 def _write(root: CompressedTensor, dense: torch.Tensor) -> None:
