@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..tensor import CompressedTensor, encode
+from .handles import handle_of, root_of
 from .strides import memory_order
 from .untraced import untraced
 
@@ -126,7 +127,7 @@ class CompressedWeight(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: tuple[Any, ...], size: Any, stride: Any
     ) -> CompressedWeight:
-        from .compiled import TracedRoot, root_of
+        from .compiled import TracedRoot
 
         handle = inner["handle"]
         _, shape, dtype, geometry = context
@@ -134,22 +135,30 @@ class CompressedWeight(torch.Tensor):
         root: Any = root_of(handle) if real else TracedRoot(handle, shape, dtype)
         return CompressedWeight(root) if geometry is None else CompressedWeight(root, *geometry)
 
+    def __coerce_tangent_metadata__(self) -> CompressedWeight:
+        # Asked of results of a graph; their gradients would have to be compressed weights too.
+        raise RuntimeError(
+            "a compiled graph cannot return a view of a compressed weight that requires gradients, "
+            f"got one of shape {tuple(self.shape)}: let it return the result of an op with the view"
+        )
+
     def _stable_hash_for_caching(self) -> str:
         """Torch's on-disk cache of compiled graphs knows a weight by this."""
-        return repr((self.shape, self.stride(), self.dtype, self.device, self.requires_grad,
-                     self.__tensor_flatten__()))
+        outer = self.shape, self.stride(), self.dtype, self.device, self.requires_grad
+        return repr((outer, self.__tensor_flatten__(), self.handle.shape, self.handle.dtype))
 
     @property
     def handle(self) -> torch.Tensor:
-        """What stands for the payload in compiled graphs (``compiled.new_handle``)."""
+        """What stands for the root in compiled graphs (``handles``)."""
         root: Any = self.compressed
         if type(root) is not CompressedTensor:
             return root.handle
-        from .compiled import is_current, new_handle
-
+        # Held here, so that graphs see one handle through all steps.
         handle = self.__dict__.get("_handle")
-        if not is_current(handle, root):
-            handle = self._handle = new_handle(root)
+        if handle is None or handle.root is not root:
+            from . import compiled  # noqa: F401 - registers the op
+
+            handle = self._handle = handle_of(root)
         return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedWeight:
@@ -230,12 +239,6 @@ def view_of(values: torch.Tensor, weight: CompressedWeight) -> torch.Tensor:
     if weight.dtype != flat.dtype:
         flat = flat.view(weight.dtype)
     return flat.as_strided(weight.shape, weight.stride(), weight.storage_offset())
-
-
-def count_write(payload: torch.Tensor) -> None:
-    """Tell autograd of a write to ``payload``: compiled graphs save that, not the weight."""
-    if not payload.is_inference():
-        torch.autograd.graph.increment_version(payload)
 
 
 def as_compressed(tensor: torch.Tensor) -> CompressedWeight:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch._C._dynamo.eval_frame import (  # type: ignore[import-not-found]
+from torch._C._dynamo.eval_frame import (
     _FrameAction,
     _FrameExecStrategy,
     set_code_exec_strategy,

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..dtypes import DTYPES
 from ..tensor import CompressedTensor
-from .compressed_weight import CompressedWeight, Handler, alias_of, count_write, view_of
+from .compressed_weight import CompressedWeight, Handler, alias_of, view_of
+from .handles import count_write
 from .linear import linear
 from .strides import memory_order
 
@@ -129,9 +130,8 @@ def _check_writable(func: Any, weight: CompressedWeight) -> None:
 
 def _write(root: CompressedTensor, dense: torch.Tensor) -> None:
     """New values for ``root``, of which the compiled graphs that saved its handle must know."""
-    payload = root.payload
     root.encode_(dense)
-    count_write(payload)
+    count_write(root)
 
 
 def _lazy_view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -203,7 +203,11 @@ def _transpose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _clone(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     weight = args[0]
     memory_format = kwargs.get("memory_format") or torch.preserve_format
-    if not weight._whole or _is_traced(weight) or memory_format not in (torch.preserve_format, torch.contiguous_format):
+    if (
+        not weight._whole
+        or _is_traced(weight)
+        or memory_format not in (torch.preserve_format, torch.contiguous_format)
+    ):
         return _run_dense(func, args, kwargs)
     return CompressedWeight(weight.compressed.clone())
 

@@ -11,7 +11,8 @@ import torch
 from torch.optim.optimizer import ParamsT, _device_dtype_check_for_fused
 from torch.optim.sgd import sgd
 
-from ..nn.compressed_weight import CompressedWeight, count_write
+from ..nn.compressed_weight import CompressedWeight
+from ..nn.handles import count_write
 from ..tensor import CompressedTensor, sgd_all_
 from .base import (
     CompressedState,
@@ -180,7 +181,7 @@ def _step_payloads(
     )
     for weight in weights:
         torch.autograd.graph.increment_version(weight)
-        count_write(weight.payload)
+        count_write(weight.compressed)
 
 
 def _takes_kernel(
