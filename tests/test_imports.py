@@ -54,7 +54,10 @@ BACKENDS = (
 )
 # Pure Python and NumPy: the format can be read without torch.
 TORCH_FREE_LAYER = 0
-HEAVY = ("numba", "cuda.core", "cuda.bindings", "matplotlib", "transformers", "typer")
+HEAVY = (
+    *("numba", "cuda.core", "cuda.bindings", "matplotlib", "transformers", "typer"),
+    *("torch._dynamo", "torch._inductor"),
+)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from ..tensor import CompressedTensor, encode
 from ..text import text_table
 from .bits import PackedBits, pack_bits
 from .room import Room, room_of
+from .untraced import untraced
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ class SavedActivations:
         kept = (f"left as it is, {count:,} times: {why}" for why, count in self.kept.most_common())
         return "\n".join((text_table(["saved at", *head], rows), *kept))
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """Pack hook: a ``_Saved`` or a ``_Kept``."""
         reason = _reason_to_keep(tensor)
@@ -428,6 +430,7 @@ class _Saved:
             return values
         return values.as_strided(self.shape, self.stride, self.offset)
 
+    @untraced
     def __del__(self) -> None:
         # The graph lets go of a save with no backward, or of the last one: nobody else will ask.
         if self.waits:
@@ -451,6 +454,7 @@ class _Kept:
         return self.tensor
 
 
+@untraced
 def _unpack(packed: _Saved | _Kept) -> torch.Tensor:
     return packed.unpack()
 

@@ -14,12 +14,19 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
-from ..layout import FORMAT_VERSION
 from ..tensor import CompressedTensor, encode
+from .handles import handle_of, root_of
 from .strides import memory_order
+from .untraced import untraced
 
 Handler = Callable[..., Any]
+# What the class itself keeps on a weight.
+OWN_ATTRIBUTES = ("compressed", "_whole", "_handle")
+# Compiled graphs live on disk too: count this up when a graph of before would do something else.
+TRACE_VERSION = 1
 
 
 class CompressedWeight(torch.Tensor):
@@ -31,6 +38,9 @@ class CompressedWeight(torch.Tensor):
 
     compressed: CompressedTensor
     _whole: bool
+    _handle: torch.Tensor
+    # Within torch.compile, of a view: the op that made it, its arguments, and which result it is.
+    traced_view: tuple[Any, tuple[Any, ...], dict[str, Any], int | None] | None = None
     # Filled by weight_ops: handlers of functions (absent: torch's own) and of dispatched ops (all).
     functions: ClassVar[dict[Any, Handler]] = {}
     ops: ClassVar[dict[Any, Handler]] = {}
@@ -81,6 +91,7 @@ class CompressedWeight(torch.Tensor):
         return self.compressed.payload
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Handler, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -94,6 +105,7 @@ class CompressedWeight(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -103,24 +115,51 @@ class CompressedWeight(torch.Tensor):
             return cls.ops[func](func, args, kwargs or {})
 
     # Traceable wrapper subclasses are moved and cast by `Module.to` with `swap_tensors`; others by
-    # `.data =`, which would not carry the root along.
+    # `.data =`, which would not carry the root along. Compiled graphs see the flat form.
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         root = self.compressed
-        geometry = (self.shape, self.stride(), self.storage_offset(), self.dtype, self._whole)
-        return ["payload"], (FORMAT_VERSION, root.layout, root, geometry)
+        geometry = None
+        if not self._whole:
+            geometry = (self.shape, self.stride(), self.storage_offset(), self.dtype)
+        return ["handle"], (TRACE_VERSION, root.shape, root.dtype, geometry)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: tuple[Any, ...], size: Any, stride: Any
     ) -> CompressedWeight:
-        _, _, root, (shape, strides, offset, dtype, whole) = context
-        if inner["payload"] is not root.payload:
-            raise NotImplementedError("a compressed weight is rebuilt from its own payload only")
-        return (
-            CompressedWeight(root)
-            if whole
-            else CompressedWeight(root, shape, strides, offset, dtype)
+        from .compiled import TracedRoot
+
+        handle = inner["handle"]
+        _, shape, dtype, geometry = context
+        real = type(handle) is torch.Tensor
+        root: Any = root_of(handle) if real else TracedRoot(handle, shape, dtype)
+        return CompressedWeight(root) if geometry is None else CompressedWeight(root, *geometry)
+
+    def __coerce_tangent_metadata__(self) -> CompressedWeight:
+        # Asked of results of a graph; their gradients would have to be compressed weights too.
+        raise RuntimeError(
+            "a compiled graph cannot return a view of a compressed weight that requires gradients, "
+            f"got one of shape {tuple(self.shape)}: let it return the result of an op with the view"
         )
+
+    def _stable_hash_for_caching(self) -> str:
+        """Torch's on-disk cache of compiled graphs knows a weight by this."""
+        outer = self.shape, self.stride(), self.dtype, self.device, self.requires_grad
+        return repr((outer, self.__tensor_flatten__(), self.handle.shape, self.handle.dtype))
+
+    @property
+    def handle(self) -> torch.Tensor:
+        """What stands for the root in compiled graphs (``handles``)."""
+        root: Any = self.compressed
+        if type(root) is not CompressedTensor:
+            return root.handle
+        # Held here, so that graphs see one handle through all steps.
+        handle = self.__dict__.get("_handle")
+        if handle is None or handle.root is not root:
+            from . import compiled  # noqa: F401 - registers the op
+
+            handle = self._handle = handle_of(root)
+        return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedWeight:
         if id(self) in memo:
@@ -152,19 +191,23 @@ class CompressedWeight(torch.Tensor):
     ) -> str:
         kind = "Parameter, " if getattr(self, "_is_param", False) else ""
         view = "" if self._whole else f", view of {tuple(self.compressed.shape)}"
+        root: Any = self.compressed
+        stored = "traced"
+        if type(root) is CompressedTensor:
+            stored = f"payload={root.payload.nbytes} of {root.dense_nbytes} bytes"
         return (
             f"CompressedWeight({kind}shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"device={self.device}, payload={self.payload.nbytes} of "
-            f"{self.compressed.dense_nbytes} bytes{view})"
+            f"device={self.device}, {stored}{view})"
         )
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Fake and functional tensors are what `torch.compile` traces with.
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 def _attributes(weight: CompressedWeight) -> dict[str, Any]:
     """What users and torch hung on a weight, without what the class itself keeps there."""
-    return {k: v for k, v in weight.__dict__.items() if k not in ("compressed", "_whole")}
+    return {k: v for k, v in weight.__dict__.items() if k not in OWN_ATTRIBUTES}
 
 
 def _restore_attributes(weight: CompressedWeight, attributes: dict[str, Any]) -> None:

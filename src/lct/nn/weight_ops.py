@@ -9,9 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..dtypes import DTYPES
+from ..tensor import CompressedTensor
 from .compressed_weight import CompressedWeight, Handler, alias_of, view_of
+from .handles import count_write
 from .linear import linear
 from .strides import memory_order
 
@@ -28,10 +32,16 @@ def _stand_in(weight: CompressedWeight) -> torch.Tensor:
     return base.as_strided(weight.shape, weight.stride(), weight.storage_offset())
 
 
+def _is_traced(weight: CompressedWeight) -> bool:
+    """True where ``torch.compile`` traces with ``weight``: it has no payload, only a handle."""
+    return type(weight.compressed) is not CompressedTensor
+
+
 class _Decoded:
     """Plain tensors in the place of compressed weights, for one op: each root is decoded once."""
 
-    def __init__(self, mirror_requires_grad: bool) -> None:
+    def __init__(self, args: Any, kwargs: dict[str, Any], mirror_requires_grad: bool) -> None:
+        self.args, self.kwargs = args, kwargs
         self.values: dict[int, torch.Tensor] = {}
         self.weights: dict[int, CompressedWeight] = {}
         self.plain: dict[int, torch.Tensor] = {}
@@ -48,6 +58,8 @@ class _Decoded:
         found = self.plain.get(id(weight))
         if found is not None:
             return found
+        if _is_traced(weight):
+            return self._of_traced(weight)
         root = weight.compressed
         values = self.values.get(id(root))
         if values is None:
@@ -60,6 +72,20 @@ class _Decoded:
         self.plain[id(weight)] = plain
         self.weights[id(plain)] = weight
         return plain
+
+    def _of_traced(self, weight: CompressedWeight) -> torch.Tensor:
+        from .compiled import plain_tensors
+
+        if weight.traced_view is not None:
+            func, (base, *args), kwargs, index = weight.traced_view
+            result = func(self._of_traced(base), *args, **kwargs)
+            return result if index is None else result[index]
+        root: Any = weight.compressed
+        values = self.values.get(id(root))
+        if values is None:
+            others = plain_tensors([*self.args, *self.kwargs.values()])
+            values = self.values[id(root)] = root.decode(after=others)
+        return values if weight._whole else view_of(values, weight)
 
     def result(self, value: Any) -> Any:
         """The weight itself where an op returns what it changed in place."""
@@ -82,28 +108,59 @@ def _run_dense(
     func: Any, args: Any, kwargs: dict[str, Any], writes: tuple[tuple[int, str], ...] = ()
 ) -> Any:
     written = _written(args, kwargs, writes)
+    for weight in written:
+        _check_writable(func, weight)
     changed = {id(weight.compressed): weight.compressed for weight in written}
-    decoded = _Decoded(mirror_requires_grad=not writes and torch.is_grad_enabled())
+    mirror_requires_grad = not writes and torch.is_grad_enabled()
+    decoded = _Decoded(args, kwargs, mirror_requires_grad)
     result = func(*decoded(tuple(args)), **{k: decoded(v) for k, v in kwargs.items()})
     for key, root in changed.items():
-        root.encode_(decoded.values[key])
+        _write(root, decoded.values[key])
     if any(isinstance(args[index], (list, tuple)) for index, _ in writes if index < len(args)):
         # Autograd leaves the versions of lists to the ops on their tensors, which saw plain ones.
         torch.autograd.graph.increment_version(written)
     return decoded.result(result) if writes else result
 
 
+def _check_writable(func: Any, weight: CompressedWeight) -> None:
+    if _is_traced(weight):
+        # For Dynamo this is a reason to break the graph: the write then runs eagerly.
+        error = UnsupportedOperatorException(func)
+        error.add_note(f"{func} writes to a compressed weight, which a compiled graph cannot do")
+        raise error
+
+
+def _write(root: CompressedTensor, dense: torch.Tensor) -> None:
+    """New values for ``root``, of which the compiled graphs that saved its handle must know."""
+    root.encode_(dense)
+    count_write(root)
+
+
 def _lazy_view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     weight = args[0]
+    if _is_traced(weight):
+        return _traced_view(func, args, kwargs)
+    return _as_views(weight, func(_stand_in(weight), *args[1:], **kwargs))
 
-    def wrap(meta: Any) -> Any:
-        if isinstance(meta, (list, tuple)):
-            return type(meta)(wrap(item) for item in meta)
-        return CompressedWeight(
-            weight.compressed, meta.shape, meta.stride(), meta.storage_offset(), meta.dtype
-        )
 
-    return wrap(func(_stand_in(weight), *args[1:], **kwargs))
+def _as_views(weight: CompressedWeight, meta: Any) -> Any:
+    """Views of ``weight`` with the geometry of ``meta``, of one tensor or of many."""
+    if isinstance(meta, (list, tuple)):
+        return type(meta)(_as_views(weight, item) for item in meta)
+    return CompressedWeight(
+        weight.compressed, meta.shape, meta.stride(), meta.storage_offset(), meta.dtype
+    )
+
+
+def _traced_view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A view that the graph takes of the decoded weight by the same op as of a dense one."""
+    weight = args[0]
+    with _disable_current_modes():  # they would trace what is done to the stand-in
+        meta = func(_stand_in(weight), *args[1:], **kwargs)
+    views = _as_views(weight, meta)
+    for index, view in enumerate(views) if isinstance(views, (list, tuple)) else [(None, views)]:
+        view.traced_view = func, args, kwargs, index
+    return views
 
 
 def _refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -129,12 +186,15 @@ def _handler_for(func: Any) -> Handler:
 
 
 def _detach(func: Any, args: Any, kwargs: dict[str, Any]) -> CompressedWeight:
-    return alias_of(args[0])
+    alias = alias_of(args[0])
+    if _is_traced(alias):
+        alias.traced_view = args[0].traced_view
+    return alias
 
 
 def _transpose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     weight = args[0]
-    if weight.dim() != 2 or func is not aten.t.default:
+    if weight.dim() != 2 or func is not aten.t.default or _is_traced(weight):
         return _lazy_view(func, args, kwargs)
     (rows, columns), (row, column) = weight.shape, weight.stride()
     return CompressedWeight(
@@ -145,7 +205,11 @@ def _transpose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _clone(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     weight = args[0]
     memory_format = kwargs.get("memory_format") or torch.preserve_format
-    if not weight._whole or memory_format not in (torch.preserve_format, torch.contiguous_format):
+    if (
+        not weight._whole
+        or _is_traced(weight)
+        or memory_format not in (torch.preserve_format, torch.contiguous_format)
+    ):
         return _run_dense(func, args, kwargs)
     return CompressedWeight(weight.compressed.clone())
 
@@ -156,7 +220,7 @@ def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     dtype = kwargs.get("dtype") or weight.dtype
     device = kwargs.get("device") or weight.device
     memory_format = kwargs.get("memory_format") or torch.preserve_format
-    if memory_format == torch.preserve_format and weight._whole:
+    if memory_format == torch.preserve_format and weight._whole and not _is_traced(weight):
         if dtype == weight.dtype:
             moved = torch.empty(0, device=device).device != weight.device
             root = weight.compressed
@@ -169,6 +233,8 @@ def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A copy to all of a weight needs no decode."""
     target, source = args[0], args[1]
+    if isinstance(target, CompressedWeight):
+        _check_writable(func, target)
     root = target.compressed if isinstance(target, CompressedWeight) else None
     if root is None or target.dtype != root.dtype or target.numel() != root.numel():
         return _run_dense(func, args, kwargs, writes=((0, "self"),))
@@ -181,7 +247,7 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     dense = source.dense() if isinstance(source, CompressedWeight) else source
     if target._whole:
         dense = dense.to(device=target.device, dtype=target.dtype).expand(target.shape)
-        root.encode_(dense)
+        _write(root, dense)
         return target
     laid_out = torch.empty_strided(
         target.shape, target.stride(), dtype=target.dtype, device=target.device
@@ -190,21 +256,27 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if flat is None:
         return _run_dense(func, args, kwargs, writes=((0, "self"),))
     laid_out.copy_(dense)
-    root.encode_(flat.view(root.shape))
+    _write(root, flat.view(root.shape))
     return target
 
 
 def _factory(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """``zeros_like`` and kin: a plain tensor, made from metadata alone."""
-    device = kwargs.get("device") or args[0].device
-    return func(_stand_in(args[0]), *args[1:], **{**kwargs, "device": device})
+    weight = args[0]
+    device = kwargs.get("device") or weight.device
+    if _is_traced(weight):
+        geometry = weight.shape, weight.stride()
+        stand_in = torch.empty_strided(*geometry, dtype=weight.dtype, device=weight.device)
+    else:
+        stand_in = _stand_in(weight)
+    return func(stand_in, *args[1:], **{**kwargs, "device": device})
 
 
 def _empty_like(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """A compressed weight, as ``Module.to_empty`` needs it; its values are zeros."""
     dense = _factory(aten.zeros_like.default, args, kwargs)
     root = args[0].compressed
-    if dense.dtype != root.dtype:
+    if dense.dtype != root.dtype or _is_traced(args[0]):
         return dense
     return CompressedWeight.from_dense(dense, root.layout.capacity_words or None)
 

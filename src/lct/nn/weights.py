@@ -16,7 +16,7 @@ from torch import nn
 from ..dtypes import DTYPES
 from ..ops import SUPPORTED_DEVICES
 from ..tensor import CompressedTensor
-from .compressed_weight import CompressedWeight, as_compressed
+from .compressed_weight import OWN_ATTRIBUTES, CompressedWeight, as_compressed
 from .strides import memory_order
 
 log = logging.getLogger(__name__)
@@ -253,8 +253,7 @@ def _replace(name: str, parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Make ``parameter`` hold ``value``: same object, gradient, hooks and attributes."""
     grad, requires_grad = parameter.grad, parameter.requires_grad
     new = nn.Parameter(value, requires_grad)
-    own = {"compressed", "_whole"}
-    new.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in own})
+    new.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in OWN_ATTRIBUTES})
     new.grad = grad
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         # They live in the C++ half, which is going to be swapped; their dictionary stays the same,

@@ -9,6 +9,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import _device_dtype_check_for_fused, _get_scalar_dtype
 
 from ..nn.compressed_weight import CompressedWeight
+from ..nn.handles import count_write
 from ..tensor import CompressedTensor, adam_all_
 from .base import (
     CompressedState,
@@ -165,6 +166,7 @@ class Adam(CompressedState, torch.optim.Adam):
                 )  # a skipped step does not count
             state["step"] = step
             torch.autograd.graph.increment_version(weight)
+            count_write(weight.compressed)
 
     def _decode_step_encode(
         self, group: dict[str, Any], param: torch.Tensor, rounding: Rounding

@@ -11,6 +11,7 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from ..dtypes import DTYPES
 from ..nn.compressed_weight import CompressedWeight
 from ..nn.strides import memory_order
+from ..nn.untraced import untraced
 from ..ops import SUPPORTED_DEVICES
 from ..tensor import CompressedTensor, encode, relieve_arena
 
@@ -91,6 +92,7 @@ class CompressedState(torch.optim.Optimizer):
     """
 
     @torch.no_grad()
+    @untraced
     def step(self, closure: Closure | None = None) -> Any:
         """One step; ``closure`` computes the loss anew where given. Returns its result.
 

@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT, _device_dtype_check_for_fused
 from torch.optim.sgd import sgd
 
 from ..nn.compressed_weight import CompressedWeight
+from ..nn.handles import count_write
 from ..tensor import CompressedTensor, relieve_arena, sgd_all_
 from .base import (
     CompressedState,
@@ -198,6 +199,7 @@ def _step_payloads(payloads: list[_Payload], update: SgdUpdate) -> None:
     )
     for payload in payloads:
         torch.autograd.graph.increment_version(payload.weight)
+        count_write(payload.weight.compressed)
 
 
 def _payload_for_kernel(
