@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import lct.backends.cuda
+
 SRC = Path(__file__).resolve().parents[1] / "src"
 
 # Lowest first. A name stands for the module and, for a package, everything in it. Modules of one
@@ -210,3 +212,17 @@ def test_import_lct_is_light() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == {"initialised": False, "heavy": []}
+
+
+def test_what_ops_calls_on_cuda_exists() -> None:
+    """Where there is no GPU nothing else would notice a function that is missing there."""
+    tree = ast.parse((SRC / "lct" / "ops.py").read_text())
+    called = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Call)
+        and getattr(node.value.func, "id", None) == "_cuda"
+    }
+    assert "encode" in called
+    assert [name for name in called if not hasattr(lct.backends.cuda, name)] == []

@@ -324,7 +324,7 @@ def test_checkpoints_on_cuda(kind: str, tmp_path: Path) -> None:
         loss = model(torch.randint(0, 64, (2, 16), device="cuda")).float().square().mean()
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
     with torch.no_grad():
         model.head.weight.copy_(random_bits(64, 32))
     path = tmp_path / "run.lct"

@@ -407,28 +407,26 @@ def test_merged_intervals() -> None:
 def test_items_at_the_peak() -> None:
     mib = 1 << 20
 
-    def event(action: str, addr: int, size_mib: int, *files: str) -> dict[str, Any]:
-        frames = [{"filename": file, "line": 7, "name": "f"} for file in files]
-        return {"action": action, "addr": addr, "size": size_mib * mib, "frames": frames}
+    def event(action: str, addr: int, size_mib: int) -> dict[str, Any]:
+        return {"action": action, "addr": addr, "size": size_mib * mib}
 
-    linear = ("/site-packages/torch/nn/functional.py", "/src/lct/nn/linear.py")
     trace = [
-        event("alloc", 1, 3, *linear),
+        event("alloc", 1, 3),
         event("segment_alloc", 1, 20),
         event("free_requested", 1, 3),
         event("free_completed", 1, 3),
         event("free_completed", 99, 4),  # from before
         event("alloc", 1, 6),
-        event("alloc", 2, 2, *linear),
-        event("alloc", 3, 2, *linear),
+        event("alloc", 2, 2),
+        event("alloc", 3, 2),
         event("free_completed", 1, 6),
         event("alloc", 4, 1),
     ]
     found = items_at_peak(trace, 10 * mib)
     assert found["peak_held_mib"] == 6
     assert found["peak_items"] == [
-        {"where": "autograd", "blocks": 1, "mib": 6},
-        {"where": "lct/nn/linear.py:7 f", "blocks": 2, "mib": 4},
+        {"block_mib": 6, "blocks": 1, "mib": 6},
+        {"block_mib": 2, "blocks": 2, "mib": 4},
     ]
     assert items_at_peak([], mib) == {"peak_held_mib": 1, "peak_items": []}
 

@@ -154,7 +154,9 @@ def _assert_took_part(setup: Setup, run: Run, steps: int) -> None:
             if param.dim() >= 2 and param.numel() >= MIN_VALUES:
                 first = "exp_avg" if "exp_avg" in state else "momentum_buffer"
                 assert isinstance(state[first], CompressedTensor)
-                assert state[first].ratio > 1 and param.compressed.ratio > 1
+                for held in (state[first], param.compressed):
+                    # What spills of weights this small is another matter: chunks have 8 KiB.
+                    assert held.payload.nbytes < held.dense_nbytes
     saves = steps * setup.accumulate
     assert (run.encoded >= saves) == setup.activations
     assert all(loss.isfinite() for loss in run.losses)

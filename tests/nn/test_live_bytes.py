@@ -14,7 +14,8 @@ import lct
 from lct.dtypes import get_dtype
 from lct.layout import PayloadLayout
 from lct.memory import LiveBytes
-from lct.nn.activations import CAPACITY_WORDS, SAVE_RULES
+from lct.nn.activations import SAVE_RULES
+from lct.nn.room import CAPACITY_WORDS
 from lct.presets import get_preset
 from lct.tensor import CompressedTensor
 from training import BF16

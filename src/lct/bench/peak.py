@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ def itemize_peak(step: Callable[[], object], device: torch.device) -> dict[str, 
     """Run ``step`` once with the allocator's history on; what was allocated at the peak, in MiB.
 
     ``peak_held_mib``: from before the step (weights, state, arena) and not freed until the peak;
-    ``peak_items``: blocks of the step that were alive then, grouped by where they were allocated
-    and by size, the largest groups first. Code of torch itself is passed over: a block counts for
-    the line that called it, or for autograd where no line of Python did.
+    ``peak_items``: blocks of the step that were alive then, grouped by size, the largest groups
+    first.
     """
     torch.cuda.synchronize(device)
     held_bytes = torch.cuda.memory_allocated(device)
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ENTRIES)
+    # Without stacks: gathering them within backward ended in a SystemError (torch 2.11).
+    torch.cuda.memory._record_memory_history(context=None, max_entries=MAX_ENTRIES)
     try:
         step()
         torch.cuda.synchronize(device)
@@ -47,13 +46,13 @@ def items_at_peak(trace: Sequence[Mapping[str, Any]], held_bytes: int) -> dict[s
             blocks[event["addr"]] = event
         elif event["action"] == "free_completed" and blocks.pop(event["addr"], None) is None:
             held_bytes -= event["size"]
-    groups = Counter((_place(event.get("frames", ())), event["size"]) for event in blocks.values())
-    largest = sorted(groups.items(), key=lambda item: -item[0][1] * item[1])
+    groups = Counter(event["size"] for event in blocks.values())
+    largest = sorted(groups.items(), key=lambda item: -item[0] * item[1])
     return {
         "peak_held_mib": held_bytes / MIB,
         "peak_items": [
-            {"where": place, "blocks": count, "mib": size * count / MIB}
-            for (place, size), count in largest[:TOP_ITEMS]
+            {"block_mib": size / MIB, "blocks": count, "mib": size * count / MIB}
+            for size, count in largest[:TOP_ITEMS]
         ],
     }
 
@@ -61,12 +60,3 @@ def items_at_peak(trace: Sequence[Mapping[str, Any]], held_bytes: int) -> dict[s
 def _change(event: Mapping[str, Any]) -> int:
     signs = {"alloc": 1, "free_completed": -1}
     return signs.get(event["action"], 0) * int(event["size"])
-
-
-def _place(frames: Sequence[Mapping[str, Any]]) -> str:
-    """File, line and function of the innermost frame that is not torch's own."""
-    for frame in frames:
-        parts = PurePath(frame["filename"]).parts
-        if "torch" not in parts:
-            return f"{'/'.join(parts[-3:])}:{frame['line']} {frame['name']}"
-    return "autograd"

@@ -1,7 +1,17 @@
 """The CUDA backend: kernels compiled by NVRTC (jit), the overflow arena, the codec, fused steps."""
 
 from . import arena
-from .codec import decode, encode, group_needs, lease, to_canonical
+from .codec import decode, encode, group_needs, group_needs_later, lease, to_canonical
 from .steps import adam, sgd
 
-__all__ = ["adam", "arena", "decode", "encode", "group_needs", "lease", "sgd", "to_canonical"]
+__all__ = [
+    "adam",
+    "arena",
+    "decode",
+    "encode",
+    "group_needs",
+    "group_needs_later",
+    "lease",
+    "sgd",
+    "to_canonical",
+]
