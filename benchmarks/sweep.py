@@ -23,15 +23,31 @@ import lct
 from lct.backends.cuda import jit, tuning
 from lct.bench.results import describe_run, write_json
 from lct.bench.timing import measure
+from lct.tensor import live_tensors
 
 LARGE, SMALL, SETS = 2**28, 2**24, 8
-FLOOR_COPIES = {"sgd_step": 2.5}
+FLOOR_COPIES = {"sgd_step": 2.5, "adam_step": 3.5}
 UPDATE: dict[str, Any] = {
-    "lr": 1e-3,
+    "lr": 1e-7,
     "momentum": 0.9,
     "dampening": 0.0,
     "weight_decay": 0.0,
     "nesterov": False,
+    "maximize": False,
+    "rounding": "foreach",
+    "grad_scale": None,
+    "found_inf": None,
+}
+
+
+ADAM_UPDATE: dict[str, Any] = {
+    "step": 1000.0,
+    "lr": 1e-7,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+    "decoupled_weight_decay": True,
     "maximize": False,
     "rounding": "foreach",
     "grad_scale": None,
@@ -59,6 +75,7 @@ _EVICT_FIRST = (
     ("*(const uint2*)((const u16*)p + i)", "__ldcs((const uint2*)((const u16*)p + i))"),
 )
 _CHUNK_4 = (("#define CHUNK_STEPS 8", "#define CHUNK_STEPS 4"),)
+_TWO_PAIRS = (("#define PAIRS_AT_ONCE 1", "#define PAIRS_AT_ONCE 2"),)
 VARIANTS = (
     *(
         variant
@@ -80,6 +97,10 @@ VARIANTS = (
     Variant("sgd_step", "prefetch 16 steps", source=_FURTHER),
     Variant("sgd_step", "8 warps a block, 128 registers", {"warps": 8}),
     Variant("sgd_step", "20 warps a block", {"warps": 20, "measured_min_blocks": 1}),
+    Variant("adam_step", "as it is"),
+    Variant("adam_step", "2 pairs at once", source=_TWO_PAIRS),
+    Variant("adam_step", "12 warps a block", {"warps": 12}),
+    Variant("adam_step", "12 warps a block, 2 pairs at once", {"warps": 12}, _TWO_PAIRS),
 )
 
 
@@ -102,6 +123,8 @@ def applied(variant: Variant) -> Iterator[None]:
     def forget() -> None:
         for key in [key for key in jit._loaded if key[1] == variant.entry]:
             del jit._loaded[key]
+        for tensor in live_tensors():  # calls that stand ready
+            tensor.layout.__dict__.pop("_cuda_ready", None)
 
     tuning.LAUNCH[variant.entry] = dataclasses.replace(row, **variant.launch)
     jit.source, jit._cached_code = changed, lambda *a: jit.compile_kernel(*a)[0]
@@ -127,7 +150,9 @@ class Bench:
     def __init__(self) -> None:
         lct.reserve_arena(2**30)
         torch.manual_seed(0)
-        self.dense, self.momentum, self.grad = gaussian(0.02), gaussian(1e-3), gaussian(1e-3)
+        self.dense, self.grad = gaussian(0.02), gaussian(1e-3)
+        # Moments that a constant gradient leaves as they are.
+        self.momentum = self.grad / (1 - UPDATE["momentum"])
         self.out = torch.empty_like(self.dense)
         self.small = list(self.dense.split(SMALL)[:SETS])
         self.small_out = list(self.out.split(SMALL)[:SETS])
@@ -136,6 +161,12 @@ class Bench:
         self.small_coded = [lct.encode(t) for t in self.small]
         self.weight = lct.encode(self.dense, capacity="exact")
         self.state = lct.encode(self.momentum, capacity="exact")
+        self.average = lct.encode(self.grad, capacity="exact")
+        # As training leaves second moments: averages over many gradients' squares.
+        squares = sum(gaussian(1e-3).square_() for _ in range(16)) / 16
+        self.squares = lct.encode(squares, capacity="exact")
+        self.small_average = [lct.encode(t, capacity="exact") for t in self.small_grad]
+        self.small_squares = [lct.encode(t, capacity="exact") for t in squares.split(SMALL)[:SETS]]
         self.small_weight = [lct.encode(t, capacity="exact") for t in self.small]
         self.small_state = [
             lct.encode(t, capacity="exact") for t in self.momentum.split(SMALL)[:SETS]
@@ -150,6 +181,13 @@ class Bench:
             )
         if entry == "pooled_encode":
             return lambda i: lct.encode(self.dense), lambda i: lct.encode(self.small[i])
+        if entry == "adam_step":
+            return (
+                lambda i: self.weight.adam_(self.average, self.squares, self.grad, **ADAM_UPDATE),
+                lambda i: self.small_weight[i].adam_(
+                    self.small_average[i], self.small_squares[i], self.small_grad[i], **ADAM_UPDATE
+                ),
+            )
         return (
             lambda i: self.weight.sgd_(self.state, self.grad, **UPDATE),
             lambda i: self.small_weight[i].sgd_(self.small_state[i], self.small_grad[i], **UPDATE),
@@ -186,10 +224,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", metavar="PATH", help="write the rows here")
     parser.add_argument("--commit", help="commit to record instead of the git checkout's")
+    parser.add_argument("--kernels", metavar="NAME,…", help="of these alone")
     parser.add_argument("--repetitions", type=int, default=9)
     options = parser.parse_args()
     bench, rows = Bench(), []
-    for variant in VARIANTS:
+    wanted = options.kernels.split(",") if options.kernels else {v.entry for v in VARIANTS}
+    for variant in (v for v in VARIANTS if v.entry in wanted):
         with applied(variant):
             row = bench.measure(variant, options.repetitions)
         rows.append(row)

@@ -22,6 +22,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "lct.errors",
+        "lct.text",
         "lct.config",
         "lct.dtypes",
         "lct.presets",
@@ -39,12 +40,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "lct.analysis",
         "lct.memory",
         "lct.report",
+        "lct.plan",
         "lct.atomic",
     ),
     ("lct",),  # the public API: the file src/lct/__init__.py alone
     ("lct.cli", "lct.bench", "lct.demo", "lct.__main__"),
 )
-BACKENDS = ("lct.backends.reference", "lct.backends.cpu", "lct.backends.cuda")
+BACKENDS = (
+    "lct.backends.reference",
+    "lct.backends.cpu",
+    "lct.backends.cuda",
+    "lct.backends.meta",
+)
 # Pure Python and NumPy: the format can be read without torch.
 TORCH_FREE_LAYER = 0
 HEAVY = (

@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lct
+from lct.bench.models.byte_gpt import ByteGpt, GptSize
 from lct.memory import LiveBytes
+from lct.tensor import live_tensors
 from training import BF16, TiedTransformer, make, random_bits, store_small_tensors, token_loss
 
 KIB = 1024
@@ -165,3 +167,54 @@ def test_a_step_with_lct_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
             del loss
         peaks.append(live.peak_bytes)
     assert peaks[1] < 0.95 * peaks[0]
+
+
+def test_nothing_but_what_the_format_predicts_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After forward: weights, state and what was saved. After the step: weights and state."""
+    store_small_tensors(monkeypatch)
+    gc.collect()
+    others = set(live_tensors())
+    model = ByteGpt(GptSize("test", 2, 256, 4, 128, "native")).to(BF16)
+    dense_bytes = 3 * sum(p.nbytes for p in model.parameters())
+    lct.compress_(model)
+    optimizer = lct.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 256, (4, 129))
+    live = LiveBytes(model, tokens)
+
+    def predicted() -> int:
+        """Layouts, what spilled past them, and the parameters and states that stay dense."""
+        coded = [tensor for tensor in live_tensors() if tensor not in others]
+        dense = [p for p in model.parameters() if not isinstance(p, lct.CompressedWeight)]
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        dense += [value for value in states if isinstance(value, torch.Tensor)]
+        spills = sum(tensor.group_counts().spill_bytes for tensor in coded)
+        return (
+            sum(tensor.layout.size_bytes for tensor in coded)
+            + spills
+            + sum(t.nbytes for t in dense)
+            + tokens.nbytes
+        )
+
+    at_rest = []
+    for step in range(4):
+        with live:
+            with lct.compress_activations() as saved:
+                loss = model.loss(tokens)
+            if step > 0:
+                # What cross entropy saves stays dense, and so do means and deviations of norms.
+                log_probabilities = 4 * 128 * 256 * 4
+                norms = 5 * 2 * 4 * 128 * 2
+                expected = predicted() + log_probabilities + norms
+                assert live.live_bytes == pytest.approx(expected, rel=0.01)
+                assert saved.stored_bytes > 0.3 * at_rest[-1], "activations are a good part of it"
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+        gc.collect()
+        weights_and_state = [tensor for tensor in live_tensors() if tensor not in others]
+        assert len(weights_and_state) == 3 * sum(p.dim() > 1 for p in model.parameters())
+        assert live.live_bytes == pytest.approx(predicted(), rel=0.01)
+        assert live.live_bytes < 0.75 * dense_bytes
+        at_rest.append(live.live_bytes)
+    assert max(at_rest) < 1.01 * min(at_rest), "no step leaves anything behind"

@@ -259,19 +259,21 @@ def check_checkpoints_go_to_torch_and_back(kind: str, path: Path, **options: Any
     assert_same_state(optimizer, run_optimizer)
 
 
-def check_grad_scaler(make_optimizer: Callable[[bool, Any], torch.optim.Optimizer]) -> None:
+def check_grad_scaler(
+    make_optimizer: Callable[[bool, Any], torch.optim.Optimizer], device: str = "cpu"
+) -> None:
     """``make_optimizer(compressed, params)`` under a GradScaler, with an overflow: torch's bits and
     scale.
     """
     results = []
     for compressed in (False, True):
         torch.manual_seed(0)
-        model = Mlp()
+        model = Mlp().to(device)
         if compressed:
             lct.compress_(model)
         optimizer = make_optimizer(compressed, model.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(device)
         for step in range(5):
             optimizer.zero_grad()
             loss = model(x).square().mean() * (float("inf") if step == 3 else 1)

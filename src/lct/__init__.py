@@ -1,7 +1,7 @@
 """LCT: BF16 weights, activations and optimizer states, losslessly compressed during training."""
 
 from . import optim
-from .checkpoint import load_file, save_file
+from .checkpoint import load_checkpoint, load_file, save_checkpoint, save_file
 from .errors import ArenaExhaustedError, CorruptFileError, CorruptPayloadError, LctError
 from .nn import (
     CompressedWeight,
@@ -10,8 +10,8 @@ from .nn import (
     compression_report,
     decompress_,
 )
-from .report import memory_report
-from .tensor import CompressedTensor, decode, encode, reserve_arena, stats
+from .report import memory_report, stats
+from .tensor import CompressedTensor, decode, encode, reserve_arena
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,10 +27,12 @@ __all__ = [
     "decode",
     "decompress_",
     "encode",
+    "load_checkpoint",
     "load_file",
     "memory_report",
     "optim",
     "reserve_arena",
+    "save_checkpoint",
     "save_file",
     "stats",
 ]

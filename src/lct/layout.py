@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -73,6 +74,11 @@ class PayloadLayout:
     ) -> PayloadLayout:
         """The layout for ``num_values`` values: ``preset``'s, or RAW where that is not smaller."""
         return _choose(preset, dtype, num_values, capacity_words)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Rows of tables by their code, and without what backends keep in a layout.
+        row = self.preset.code, self.dtype.code
+        return _rebuild, (*row, self.num_values, self.capacity_words)
 
     @property
     def is_raw(self) -> bool:
@@ -189,6 +195,10 @@ class PayloadLayout:
             self.capacity_words,
             self.num_values,
         )
+
+
+def _rebuild(preset: int, dtype: int, num_values: int, capacity_words: int) -> PayloadLayout:
+    return PayloadLayout(PRESETS_BY_CODE[preset], DTYPES_BY_CODE[dtype], num_values, capacity_words)
 
 
 @lru_cache(maxsize=4096)

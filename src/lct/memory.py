@@ -28,11 +28,13 @@ class LiveBytes(TorchDispatchMode):
     of its bytes. Tensors from before the block count from their first use on; ``baseline`` counts
     them from the start: it takes tensors, modules, optimizers, compressed tensors, and lists and
     dictionaries of them. Modes are thread-local, and autograd restores them in its own threads, so
-    that backward is counted on every device.
+    that backward is counted on every device. ``meta``: count tensors without values too, with the
+    bytes that their values would take.
     """
 
-    def __init__(self, *baseline: Any) -> None:
+    def __init__(self, *baseline: Any, meta: bool = False) -> None:
         super().__init__()
+        self._meta = meta
         self.timeline: list[tuple[int, int]] = []
         self.num_ops = 0
         self.live_bytes = 0
@@ -64,7 +66,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        if (tensor.is_meta and not self._meta) or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()

@@ -7,14 +7,15 @@ contiguous and on the payload's device; callers have checked them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from .backends import cpu
+from .backends import cpu, meta
 from .codebook import BANK_ROWS
 from .layout import (
     CHUNK_BYTES,
@@ -29,7 +30,7 @@ from .layout import (
     validate_payload,
 )
 
-SUPPORTED_DEVICES = ("cpu", "cuda")
+SUPPORTED_DEVICES = ("cpu", "cuda", "meta")
 
 
 @dataclass
@@ -37,11 +38,14 @@ class Stored:
     """What a backend keeps for a tensor.
 
     ``payload``: uint8 (layout.size_bytes,). ``spill``: canonical uint8 on the CPU; a lease on the
-    device's arena on CUDA (it gives the chunks back when it is dropped).
+    device's arena on CUDA (it gives the chunks back when it is dropped). ``step_args``: what the
+    CUDA backend keeps of the last fused step that took this parameter. Tensors on ``meta`` have
+    sizes alone.
     """
 
     payload: torch.Tensor
     spill: Any
+    step_args: Any = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class GroupCounts:
     spill_bytes: int
 
 
+@cache
 def _cuda() -> Any:
     from .backends import cuda
 
@@ -77,6 +82,8 @@ def encode(
     """Encode ``dense`` (flat or not; ``layout.num_values`` values), into ``into`` where given."""
     if dense.is_cuda:
         return Stored(*_cuda().encode(dense, layout, candidates, into))
+    if dense.is_meta:
+        return into if into is not None else Stored(*meta.encode(layout))
     values = patterns(dense)
     book, shift = (0, 0) if layout.is_raw else cpu.select(values, layout, candidates)
     if into is not None:
@@ -93,6 +100,8 @@ def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Te
     """Decode into ``out`` (contiguous, ``layout.num_values`` values); returns it."""
     if out.is_cuda:
         return _cuda().decode(stored.payload, layout, out)
+    if out.is_meta:
+        return out
     cpu.decode(stored.payload.numpy(), stored.spill.numpy(), patterns(out))
     return out
 
@@ -102,7 +111,9 @@ def can_step_fused(
 ) -> bool:
     """Whether fused steps take this pair: pooled BF16 payloads on CUDA."""
     return all(
-        stored.payload.is_cuda and layout.preset.pooled and layout.dtype.name == "bfloat16"
+        (stored.payload.is_cuda or (stored.payload.is_meta and meta.steps_fused()))
+        and layout.preset.pooled
+        and layout.dtype.name == "bfloat16"
         for stored, layout in ((param, param_layout), (state, state_layout))
     )
 
@@ -115,14 +126,20 @@ def fused_sgd(
     updates: Sequence[Sequence[Part]], grads: Sequence[torch.Tensor], **update: Any
 ) -> None:
     """Fused steps of SGD with momentum in place; arguments as ``backends.cuda.steps.sgd``."""
-    _cuda().sgd(updates, grads, **update)
+    if not _has_no_values(updates):
+        _cuda().sgd(updates, grads, **update)
 
 
 def fused_adam(
     updates: Sequence[Sequence[Part]], grads: Sequence[torch.Tensor], **update: Any
 ) -> None:
     """Fused steps of Adam or AdamW in place; arguments as ``backends.cuda.steps.adam``."""
-    _cuda().adam(updates, grads, **update)
+    if not _has_no_values(updates):
+        _cuda().adam(updates, grads, **update)
+
+
+def _has_no_values(updates: Sequence[Sequence[Part]]) -> bool:
+    return bool(updates) and updates[0][0][0].payload.is_meta
 
 
 def group_needs(
@@ -131,9 +148,21 @@ def group_needs(
     """Words each pooled group of ``dense`` needs, int32 (num_groups,). Synchronises on CUDA."""
     if dense.is_cuda:
         return _cuda().group_needs(dense, layout, candidates)
+    if dense.is_meta:
+        return meta.group_needs(layout)
     values = patterns(dense)
     book, _ = cpu.select(values, layout, candidates)
     return cpu.group_needs(values, layout, book)
+
+
+def group_needs_later(
+    dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]
+) -> Callable[[], np.ndarray | None]:
+    """``group_needs`` without waiting: a call that gives None until the device is done."""
+    if dense.is_cuda:
+        return _cuda().group_needs_later(dense, layout, candidates)
+    needs = group_needs(dense, layout, candidates)
+    return lambda: needs
 
 
 def to_canonical(stored: Stored, layout: PayloadLayout) -> tuple[np.ndarray, np.ndarray]:
@@ -156,6 +185,8 @@ def from_canonical(
 
 def to_device(stored: Stored, layout: PayloadLayout, device: torch.device) -> Stored:
     """A copy on ``device``. Chunks belong to a device: what spilled on CUDA is encoded anew."""
+    if device.type == "meta":
+        return Stored(*meta.encode(layout))
     counts = count_groups(stored, layout)
     if counts.spilled == 0:
         payload = stored.payload.to(device, copy=True)
@@ -176,6 +207,8 @@ def to_device(stored: Stored, layout: PayloadLayout, device: torch.device) -> St
 def count_groups(stored: Stored, layout: PayloadLayout) -> GroupCounts:
     """How the groups are stored. Synchronises on CUDA."""
     count = layout.num_groups
+    if stored.payload.is_meta:
+        return GroupCounts(count, constant=0, spilled=0, raw=0, spill_bytes=0)
     meta = stored.payload[layout.meta_offset :][: WORD_BYTES * count].cpu().numpy().view(np.uint32)
     state = meta >> STATE_SHIFT
     spilled = state & STATE_SPILLED != 0
@@ -217,8 +250,16 @@ def arena_report() -> dict[str, dict[str, int]]:
 
 
 def arena_used_chunks(device: torch.device) -> int:
-    """Chunks of the arena of ``device`` in use, as the host last heard. Does not wait."""
+    """Chunks of the arena of ``device`` in use, as the host last heard. Asks nothing."""
     return _cuda().arena.of(device.index).known_used_chunks()
+
+
+def settle_arena(device: torch.device) -> int:
+    """Chunks of the arena of ``device`` in use once those of dropped payloads are given back.
+
+    Synchronises.
+    """
+    return _cuda().arena.of(device.index).settle()
 
 
 def reserve_arena(size_bytes: int, device: torch.device) -> None:

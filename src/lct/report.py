@@ -1,4 +1,4 @@
-"""``memory_report``: what a model and its optimizer hold now, dense and compressed."""
+"""``memory_report``, ``stats``: what a model and its optimizer hold now, what was saved last."""
 
 from __future__ import annotations
 
@@ -9,9 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import ops
+from . import ops, tensor
+from .nn.activations import last_saved
 from .nn.compressed_weight import CompressedWeight
 from .tensor import CompressedTensor
+from .text import text_table
+
+
+def stats() -> dict[str, Any]:
+    """What all compressed tensors hold now, spills and arenas included. Synchronises on CUDA.
+
+    Bytes in ``dense_bytes``, ``payload_bytes``, ``spilled_bytes``; numbers of ``tensors``,
+    ``groups``, ``constant_groups``, ``spilled_groups``, ``raw_groups`` (spilled as a whole);
+    ``arenas`` by device. ``activations``: what the last ``compress_activations`` block saved, by
+    line of the model (``SavedActivations.as_dict``); None before the first block.
+    ArenaExhaustedError if a replayed graph ran out of reserved arena.
+    """
+    saved = last_saved()
+    return {**tensor.stats(), "activations": saved.as_dict() if saved is not None else None}
 
 
 @dataclass(frozen=True)
@@ -69,23 +84,16 @@ class MemoryReport:
 
     def __str__(self) -> str:
         head = ("", "tensors", "compressed", "dense MB", "stored MB", "saved MB", "spilled groups")
-        lines: list[tuple[str, ...]] = [head]
+        lines = []
         for row in (*self.rows, self.total):
             sizes = (row.dense_bytes, row.stored_bytes, row.saved_bytes)
             megabytes = (f"{size / 1e6:,.1f}" for size in sizes)
             counts = (f"{row.tensors:,}", f"{row.compressed:,}")
             lines.append((row.name, *counts, *megabytes, f"{row.spilled_groups:,}"))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        text = [
-            "  ".join(
-                cell.ljust(width) if i == 0 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
+        text = text_table(head, lines)
         if self.arena_bytes:
-            text.append(f"overflow arenas: {self.arena_bytes / 1e6:,.1f} MB")
-        return "\n".join(text)
+            text += f"\noverflow arenas: {self.arena_bytes / 1e6:,.1f} MB"
+        return text
 
 
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
@@ -118,8 +126,8 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
 
 def _row(name: str, tensors: Iterable[Any]) -> MemoryRow:
     count = compressed = dense = stored = spilled = 0
-    for tensor in tensors:
-        held = tensor.compressed if isinstance(tensor, CompressedWeight) else tensor
+    for item in tensors:
+        held = item.compressed if isinstance(item, CompressedWeight) else item
         count += 1
         if isinstance(held, CompressedTensor):
             compressed += 1

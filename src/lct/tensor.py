@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +28,7 @@ HEADROOM_WORDS = 8
 _live: weakref.WeakSet[CompressedTensor] = weakref.WeakSet()
 
 Capacity = int | Literal["exact"] | None
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class CompressedTensor:
@@ -114,19 +115,21 @@ class CompressedTensor:
 
     def decode(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """The dense tensor, contiguous; in ``out`` (same shape, dtype, device) where given."""
+        stored = self._stored
+        device = stored.payload.device
         if out is None:
-            out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            out = torch.empty(self.shape, dtype=self.dtype, device=device)
         elif (
             out.shape != self.shape
             or out.dtype != self.dtype
-            or out.device != self.device
+            or out.device != device
             or not out.is_contiguous()
         ):
             raise ValueError(
                 f"out must be a contiguous {self.dtype} tensor of shape {tuple(self.shape)} on "
-                f"{self.device}, got {_describe(out)}"
+                f"{device}, got {_describe(out)}"
             )
-        return ops.decode(self._stored, self.layout, out)
+        return ops.decode(stored, self.layout, out)
 
     def encode_(self, dense: torch.Tensor) -> CompressedTensor:
         """Store ``dense`` (same shape, dtype, device) in place of the present values; returns self.
@@ -150,6 +153,26 @@ class CompressedTensor:
             counts = ops.count_groups(self._stored, self.layout)
             if counts.spilled > counts.groups * _REPACK_SHARE:
                 self._store_exactly(dense)
+        return self
+
+    def copy_(self, other: CompressedTensor) -> CompressedTensor:
+        """Take the values of ``other`` (same shape and dtype, any device); returns self.
+
+        Its payload is copied where both are stored by one preset, so that nothing is encoded. On
+        one CUDA device values are decoded and encoded instead, which does not wait for it.
+        """
+        if other.shape != self.shape or other.dtype != self.dtype:
+            raise ValueError(
+                f"copy_ takes a {self.dtype} tensor of shape {tuple(self.shape)}, got a "
+                f"{other.dtype} tensor of shape {tuple(other.shape)}"
+            )
+        if other is self:
+            return self
+        same_kind = (other.layout.preset, other.layout.dtype) == (self._preset, self.layout.dtype)
+        if not same_kind or (self.payload.is_cuda and other.device == self.device):
+            return self.encode_(other.decode().to(self.device))
+        self._stored = ops.to_device(other._stored, other.layout, self.device)
+        self.layout = other.layout
         return self
 
     def can_step_fused(self, *states: CompressedTensor) -> bool:
@@ -272,7 +295,7 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"a {contiguous}{tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
-def _check_dense(tensor: object, function: str) -> None:
+def _check_dense(tensor: Any, function: str) -> None:
     """TypeError unless ``tensor`` is a dense tensor, naming the ``function`` that takes it."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{function} takes a torch.Tensor, got {type(tensor).__name__}")
@@ -306,6 +329,8 @@ def _check_encodable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` with its values in memory as they read: contiguous, no pending negation."""
+    if tensor.is_contiguous() and not tensor.is_neg():
+        return tensor  # the common case: what follows costs host time
     return tensor.detach().resolve_neg().contiguous()
 
 
@@ -314,14 +339,42 @@ def _exact_layout(
 ) -> PayloadLayout:
     """The pooled layout with the capacity that ``dense`` needs, or RAW. Synchronises on CUDA."""
     layout = PayloadLayout(preset, dtype, dense.numel(), preset.capacity_words)
-    needs = ops.group_needs(dense, layout, candidates)
+    needs = _as_full_groups(ops.group_needs(dense, layout, candidates), layout)
+    return PayloadLayout.choose(
+        layout.preset, layout.dtype, layout.num_values, best_capacity(needs, HEADROOM_WORDS)
+    )
+
+
+def _as_full_groups(needs: np.ndarray, layout: PayloadLayout) -> np.ndarray:
+    """``needs``, changed in place: what a full group must have for the last one to have room."""
     if layout.tail_steps:
         # The last group has room in proportion to its steps (PayloadLayout.tail_capacity_words).
         tail = np.maximum(needs[layout.full_groups :] - FIRST_WORDS, 0)
         needs[layout.full_groups :] += -(-tail * layout.preset.steps // layout.tail_steps) - tail
-    return PayloadLayout.choose(
-        layout.preset, layout.dtype, layout.num_values, best_capacity(needs, HEADROOM_WORDS)
-    )
+    return needs
+
+
+def group_needs_later(dense: torch.Tensor, upcast: bool = False) -> Callable[[], np.ndarray | None]:
+    """A call that gives the words, int32 (num_groups,), that the groups of ``dense`` need.
+
+    ``dense``: contiguous. On CUDA nothing waits: the call gives None until the device is done.
+    """
+    preset = get_preset(None)
+    dtype = UPCAST if upcast else _CODED_DTYPES[dense.dtype]
+    layout = PayloadLayout(preset, dtype, dense.numel(), preset.capacity_words)
+    later = ops.group_needs_later(dense.detach(), layout, book_candidates(None))
+
+    def needs() -> np.ndarray | None:
+        found = later()
+        return found if found is None else _as_full_groups(found, layout)
+
+    return needs
+
+
+def payload_bytes(dtype: torch.dtype, upcast: bool, num_values: int, capacity: int) -> int:
+    """Bytes of a pooled payload without spilled chunks, those of RAW where that is smaller."""
+    row = UPCAST if upcast else _CODED_DTYPES[dtype]
+    return PayloadLayout.choose(get_preset(None), row, num_values, capacity).size_bytes
 
 
 def encode(
@@ -402,12 +455,7 @@ def live_tensors() -> list[CompressedTensor]:
 
 
 def stats() -> dict[str, Any]:
-    """What all compressed tensors hold now, spills and arenas included. Synchronises on CUDA.
-
-    Bytes in ``dense_bytes``, ``payload_bytes``, ``spilled_bytes``; numbers of ``tensors``,
-    ``groups``, ``constant_groups``, ``spilled_groups``, ``raw_groups`` (spilled as a whole);
-    ``arenas`` by device. ArenaExhaustedError if a replayed graph ran out of reserved arena.
-    """
+    """``lct.stats()`` without the activations."""
     total = dict.fromkeys(
         (
             "dense_bytes",
@@ -451,21 +499,26 @@ _relief_thresholds: dict[torch.device, int] = {}
 _RELIEF_CHUNKS = 64
 
 
-def relieve_arena(device: torch.device) -> None:
-    """Store tensors of which many groups spill anew, with the room that they need.
+def relieve_arena(device: torch.device, tensors: Callable[[], Iterable[CompressedTensor]]) -> None:
+    """Store those of ``tensors()`` of which many groups spill anew, with the room that they need.
 
-    For optimizers, after a step. Free while few chunks are in use as far as the host has heard;
-    else synchronises, and looks again only when twice as many are in use.
+    For optimizers, after a step. Free while few chunks of the arena of ``device`` are in use as far
+    as the host has heard, and while a graph is captured; else synchronises, and looks again only
+    when twice as many are in use.
     """
     if device.type != "cuda":
         return
     if ops.arena_used_chunks(device) <= _relief_thresholds.get(device, _RELIEF_CHUNKS):
         return
-    for tensor in live_tensors():
-        if tensor.device == device and tensor.layout.preset.pooled:
-            counts = tensor.group_counts()
-            if counts.spilled > counts.groups * _REPACK_SHARE:
-                tensor.repack()
-    on_device = (tensor for tensor in live_tensors() if tensor.device == device)
-    left = sum(tensor.group_counts().spilled for tensor in on_device)
-    _relief_thresholds[device] = max(_RELIEF_CHUNKS, 2 * left)
+    if torch.cuda.is_current_stream_capturing():
+        return
+    # What dropped payloads held is given back: many chunks may be in use for that alone.
+    used = ops.settle_arena(device)
+    if used > _RELIEF_CHUNKS:
+        for tensor in tensors():
+            if tensor.device == device and tensor.layout.preset.pooled:
+                counts = tensor.group_counts()
+                if counts.spilled > counts.groups * _REPACK_SHARE:
+                    tensor.repack()
+        used = ops.settle_arena(device)
+    _relief_thresholds[device] = max(_RELIEF_CHUNKS, 2 * used)

@@ -22,6 +22,8 @@ def test_every_kernel_compiles_without_spills(arch: str) -> None:
         name = f"{name} {' '.join(sorted(variant.options))}".rstrip()
         assert code[:4] == b"\x7fELF", name
         assert (used.spill_bytes, used.stack_bytes) == (0, 0), f"{name}: {used}"
+        if kernel.entry.endswith("_step"):
+            assert 0 < used.shared_bytes <= steps.DECLARED_BYTES, f"{name}: {used}"
 
 
 def test_broken_kernel_names_source_and_architecture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def wrong_step(after: int) -> Any:
     ("after", "where"),
     [
         (2, "momentum_buffer in sgd (foreach), step 2"),
-        (optim.GATE_STEPS + 1, "weight in sgd (foreach) after 7 steps, timed"),
+        (optim.GATE_STEPS + 1, "momentum_buffer in sgd (foreach) after 7 steps, timed"),
     ],
     ids=["in the gate", "in what is timed"],
 )

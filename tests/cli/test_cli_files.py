@@ -175,6 +175,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
         ["analyze"],
         ["bench"],
         ["bench", "codec"],
+        ["bench", "train"],
     ],
 )
 def test_help(command: list[str]) -> None:

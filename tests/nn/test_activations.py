@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from typing import ClassVar
@@ -18,6 +19,7 @@ import lct
 from lct.nn import activations
 from lct.nn.activations import is_exact_upcast
 from lct.nn.bits import pack_bits
+from lct.tensor import live_tensors
 from training import BF16, assert_same_bits, random_bits, store_small_tensors
 
 
@@ -117,12 +119,14 @@ def test_what_is_kept() -> None:
         F.embedding(tokens, table)
         hidden(4, 4).sin()
         (hidden(64, 64)[0] * 2).sin()
+        loss = F.cross_entropy(x.float(), tokens[:64])
     reasons = saved.kept
+    assert reasons["a loss saves it, which backward asks for first"] == 2, "log_softmax, nll_loss"
     assert reasons["it is a view of a parameter"] == 2
     assert reasons["it is a leaf, which its owner keeps alive"] == 1
-    assert reasons["torch.int64 is not compressed"] == 1
+    assert reasons["torch.int64 is not compressed"] == 2, "tokens of the embedding and of the loss"
     assert reasons["it is small"] >= 1
-    out.sum().backward()
+    (out.sum() + loss).backward()
 
 
 def test_a_small_part_of_a_large_storage_is_kept_unless_the_storage_is_stored() -> None:
@@ -225,6 +229,40 @@ def test_a_consumer_that_writes_into_its_copy_spoils_no_other() -> None:
     assert_same_bits(x, Keep.seen.pop())
 
 
+def test_the_last_consumer_frees_the_payload() -> None:
+    class Ask(Keep):
+        @staticmethod
+        def backward(ctx, grad):
+            before = len(live_tensors())
+            Keep.seen += [*ctx.saved_tensors, *ctx.saved_tensors]
+            freed.append(before - len(live_tensors()))
+            return torch.zeros(64, 64, dtype=BF16) + grad
+
+    freed: list[int] = []
+    x = hidden(64, 64)
+    for retain in (True, False):
+        with lct.compress_activations():
+            out = Ask.apply(x)
+        out.backward(retain_graph=retain)
+        for seen in Keep.seen:
+            assert_same_bits(x, seen)
+        Keep.seen.clear()
+    assert freed == [0, 1], "a graph that is kept may be asked again"
+
+
+def test_a_consumer_that_writes_into_what_it_got_gets_no_second_copy() -> None:
+    class Spoil(Keep):
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.saved_tensors[0].zero_()
+            return ctx.saved_tensors[0] + grad
+
+    with lct.compress_activations():
+        out = Spoil.apply(hidden(64, 64))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
 def test_grads_of_a_part_leave_no_decoded_copy() -> None:
     x = hidden(64, 64)
     with lct.compress_activations():
@@ -280,3 +318,58 @@ def test_as_a_decorator() -> None:
 
     x = hidden(64, 64)
     assert type(forward(x).grad_fn._raw_saved_self.data).__name__ == "_Saved"
+
+
+def test_sites_say_where_what_was_saved_comes_from() -> None:
+    def feed_forward(x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x * 2)  # saves x * 2, made on this line
+
+    line = f"{__file__}:{feed_forward.__code__.co_firstlineno + 1}"
+    others = set(live_tensors())
+    x = hidden(64, 64)
+    with lct.compress_activations() as saved:
+        outs = [feed_forward(x) for _ in range(3)]
+        mask = outs[0] > 0
+        outs += [x.exp(), outs[1].masked_fill(mask, 0), outs[2].masked_fill(mask, 1)]
+    by_site = {(site.place, site.producer, site.dtype): site for site in saved.sites}
+    gelu = by_site[line, "Mul", BF16]
+    assert (gelu.encoded, gelu.reused, gelu.decoded, gelu.shape) == (3, 0, 0, (64, 64))
+    assert gelu.dense_bytes == 3 * 64 * 64 * 2
+    assert gelu.stored_bytes < 0.8 * gelu.dense_bytes
+    (bits,) = [site for site in saved.sites if site.dtype == torch.bool]
+    assert (bits.encoded, bits.reused, bits.stored_bytes) == (1, 1, 64 * 64 / 8)
+    assert ("Exp", 1) in {(site.producer, site.encoded) for site in saved.sites}
+    payloads = [t.payload.nbytes for t in live_tensors() if t not in others]
+    assert saved.stored_bytes == sum(payloads) + bits.stored_bytes
+    assert saved.dense_bytes == sum(site.dense_bytes for site in saved.sites)
+    sum(out.sum() for out in outs).backward()
+    assert gelu.decoded == 3
+    assert gelu.encode_seconds == gelu.decode_seconds == 0.0
+
+
+def test_sites_of_modules_are_lines_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(BF16)
+    line = test_sites_of_modules_are_lines_of_the_model.__code__.co_firstlineno + 4
+    with lct.compress_activations() as saved:
+        out = lct.compress_(model)(hidden(32, 64))
+    assert {site.place for site in saved.sites} == {f"{__file__}:{line}"}, (
+        "no frame of torch or lct"
+    )
+    out.sum().backward()
+
+
+def test_stats_have_the_sites_of_the_last_block() -> None:
+    with lct.compress_activations(profile=True) as saved:
+        out = hidden(64, 64).exp()
+    out.sum().backward()
+    numbers = lct.stats()["activations"]
+    assert numbers == saved.as_dict()
+    json.dumps(numbers)
+    assert numbers["encoded"] == len(numbers["sites"]) == 1
+    (site,) = numbers["sites"]
+    assert site["dtype"] == "bfloat16" and site["shape"] == [64, 64]
+    head, row, *kept = str(saved).splitlines()
+    assert head.split()[:2] == ["saved", "at"] and head.endswith("decode ms")
+    assert row.startswith(__file__) and "64 × 64" in row and not kept
+    assert site["encode_seconds"] > 0 and site["decode_seconds"] > 0
+    assert site["saved_bytes"] == site["dense_bytes"] - site["stored_bytes"] > 0

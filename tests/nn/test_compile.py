@@ -407,6 +407,10 @@ def test_backward_after_a_change_raises_autograds_error() -> None:
             model.weight.copy_(random_bits(WIDTH, WIDTH))
         assert model.weight.payload is not payload
 
+    def copy_compressed(model: nn.Linear) -> None:
+        with torch.no_grad():
+            model.weight.copy_(CompressedWeight.from_dense(torch.randn(WIDTH, WIDTH).to(BF16)))
+
     def repack_and_write(model: nn.Linear) -> None:
         payload = model.weight.payload
         model.weight.compressed.repack()
@@ -417,7 +421,7 @@ def test_backward_after_a_change_raises_autograds_error() -> None:
         model.weight.grad = torch.ones(WIDTH, WIDTH, dtype=BF16)
         lct.optim.SGD([model.weight], lr=0.1, momentum=0.9).step()
 
-    for change in (write, copy_hostile, repack_and_write, step):
+    for change in (write, copy_hostile, copy_compressed, repack_and_write, step):
         model, x = compiled_linear()
         out = model(x)
         change(model)
@@ -472,14 +476,16 @@ def test_compress_and_decompress_a_model_that_ran_compiled() -> None:
     assert_same_bits(outs[0], outs[2])
 
 
-@pytest.mark.parametrize("source", [lct.optim, torch.optim], ids=["lct", "torch"])
-def test_steps_within_compiled_functions_run_as_they_are(source: Any) -> None:
+@pytest.mark.parametrize("kind", ["lct", "torch", "in backward"])
+def test_steps_within_compiled_functions_run_as_they_are(kind: str) -> None:
     data = [torch.randn(4, WIDTH).to(BF16) for _ in range(3)]
     runs = []
     for compressed in (False, True):
         model = make(lambda: nn.Linear(WIDTH, WIDTH, bias=False), compressed)
-        kind = source.SGD if compressed else torch.optim.SGD
-        optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+        source = lct.optim if compressed and kind != "torch" else torch.optim
+        optimizer = source.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if kind == "in backward":
+            lct.optim.step_in_backward(optimizer)
 
         @torch.compile(backend="aot_eager")
         def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> Any:

@@ -1,18 +1,27 @@
 """Failures that trackers report for software of this kind, by number (eager mode).
 
-The others of the list: 11 in test_training.py, 17, 19 and 24 in optim/test_sgd.py, 20, 21 and 23 in
-test_compress.py and test_compressed_weight.py; 25 and later in the codec's tests.
+Others of the list stand where what they are about is tested: 10, 13, 27 and 28 on a GPU in
+test_training_gpu.py; 11 in test_training.py; 14 and 15 in optim/test_in_backward.py; 17, 19 and 24
+in optim/test_sgd.py and test_adam.py; 20, 21 and 23 in test_compress.py and
+test_compressed_weight.py; 29 in backends/test_cuda.py.
 """
 
 from __future__ import annotations
 
 import gc
+import io
 import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
+import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lct
@@ -23,6 +32,7 @@ from training import (
     TiedTransformer,
     assert_same_bits,
     assert_same_model,
+    assert_same_state,
     make,
     random_bits,
     store_small_tensors,
@@ -61,6 +71,32 @@ def test_pitfall_01_compiled_functions_under_the_hooks(inside: bool) -> None:
         grads.append([p.grad.clone() for p in model.parameters()])
     for a, b in zip(*grads, strict=True):
         assert_same_bits(a, b)
+    torch.compiler.reset()
+
+
+def test_pitfall_01_with_a_memory_budget() -> None:
+    """What the partitioner saves passes the hooks; what it computes again does not."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Tanh(), nn.Linear(128, 64)).to(BF16)
+    x = torch.randn(64, 64).to(BF16)
+
+    def run(budget: float) -> list[torch.Tensor]:
+        torch.compiler.reset()
+        model.zero_grad()
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+            loss = compiled(x).float().square().sum()
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = run(1.0)
+    sizes = []
+    for budget in (1.0, 0.3):
+        with lct.compress_activations() as saved:
+            got = run(budget)
+        sizes.append(saved.dense_bytes)
+        for a, b in zip(expected, got, strict=True):
+            assert_same_bits(a, b)
+    assert 0 < sizes[1] < sizes[0]
     torch.compiler.reset()
 
 
@@ -265,6 +301,75 @@ def test_pitfall_18_a_step_is_done_before_the_next_forward() -> None:
         assert_same_bits(after[name], value, name)
 
 
+def test_pitfall_16_steps_in_backward_use_post_accumulate_hooks() -> None:
+    """Hooks of ``register_hook`` get what flows into a gradient, and never fire for DTensors."""
+    model = make(TiedTransformer, True)
+    steps = lct.optim.step_in_backward(lct.optim.SGD(model.parameters(), lr=0.1))
+    for parameter in model.parameters():
+        assert len(parameter._post_accumulate_grad_hooks) == 1
+        assert not parameter._backward_hooks
+    steps.remove()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Muon"])
+def test_pitfall_19_state_saves_at_step_1_and_round_trips_in_its_own_dtype(kind: str) -> None:
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = make(lambda: nn.Linear(64, 96, bias=False), True, seed)
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        return model, getattr(lct.optim, kind)(model.parameters(), lr=0.01, **options)
+
+    model, optimizer = build(0)
+    model.weight.grad = torch.randn(96, 64).to(BF16)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other_model, other = build(1)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert_same_state(optimizer, other)
+    name = "exp_avg" if kind == "AdamW" else "momentum_buffer"
+    assert isinstance(other.state[other_model.weight][name], lct.CompressedTensor)
+    assert other.state[other_model.weight][name].dtype == BF16
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_pitfall_22_parallel_wrappers_of_one_process(wrapper: str) -> None:
+    """They find all ops that they need. Weights stay compressed under DDP; shards of FSDP2 are
+    dense (docs/guide.md, Limits).
+    """
+    x = torch.randn(8, 64).to(BF16)
+    models = []
+    for compressed in (False, True):
+        model = make(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), compressed)
+        wrapped: Any = model
+        if compressed and wrapper == "DDP":
+            wrapped = nn.parallel.DistributedDataParallel(model)
+            assert isinstance(model[0].weight, lct.CompressedWeight)
+        elif compressed:
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+            wrapped = torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+            assert type(model[0].weight.to_local()) is torch.Tensor
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for _ in range(2):
+            wrapped(x).float().square().sum().backward()
+            optimizer.step()
+        models.append(model)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        local = b.to_local() if isinstance(b, torch.distributed.tensor.DTensor) else b
+        assert_same_bits(a, local)
+
+
 def test_pitfall_23_gradients_are_plain_tensors() -> None:
     model = make(TiedTransformer, True)
     tokens = torch.randint(0, 64, (2, 16))
@@ -277,3 +382,79 @@ def test_pitfall_23_gradients_are_plain_tensors() -> None:
     token_loss(model, (tokens,)).backward()
     model.embed.weight.grad = torch.ones(64, 32, dtype=BF16)
     assert model.embed.weight.grad.all()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "transposed"])
+def test_pitfall_27_decoded_tensors_lie_as_the_dense_ones(layout: str) -> None:
+    """A matrix library may choose another kernel, and other bits, by strides and alignment."""
+    dense = torch.randn(32, 16, 3, 3).to(BF16)
+    if layout == "channels last":
+        dense = dense.to(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        dense = torch.randn(96, 64).to(BF16).t()
+    weight = lct.CompressedWeight.from_dense(dense)
+    fresh = torch.empty_like(dense)
+    for decoded in (weight.dense(), weight.t() if dense.dim() == 2 else weight.detach()):
+        plain = decoded.dense() if isinstance(decoded, lct.CompressedWeight) else decoded
+        expected = dense.t() if plain.shape != dense.shape else dense
+        assert plain.stride() == expected.stride() and plain.storage_offset() == 0
+        assert_same_bits(expected, plain)
+        # Torch aligns all CPU memory to 64 bytes.
+        assert plain.data_ptr() % 64 == fresh.data_ptr() % 64 == 0
+
+
+def test_pitfall_28_payloads_of_activations_have_few_sizes() -> None:
+    """Capacities are classes: a caching allocator finds the blocks of the step before."""
+    model = make(TiedTransformer, True)
+    optimizer = lct.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sizes: Counter[int] = Counter()
+    for _ in range(8):
+        held = set(live_tensors())
+        with lct.compress_activations() as saved:
+            loss = token_loss(model, (torch.randint(0, 64, (2, 17)),))
+        sizes.update(t.payload.nbytes for t in live_tensors() if t not in held)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(sizes) <= 2 * len(saved.sites)
+    assert sizes.total() == 8 * saved.encoded
+
+
+def test_pitfall_30_all_bit_patterns_come_back_from_everywhere() -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(BF16).view(256, 256)
+    weight = nn.Parameter(lct.CompressedWeight.from_dense(every))
+    assert_same_bits(every, weight)
+    with lct.compress_activations() as saved:
+        out = torch.where(torch.ones(256, 256, dtype=torch.bool), every.requires_grad_() * 1, 0)
+        kept = (every * 1).abs()  # saves its input
+    assert saved.encoded == 2, "the mask and abs's input"
+    (node,) = [out.grad_fn, kept.grad_fn][1:]
+    assert_same_bits(every.detach() * 1, node._saved_self)
+    # Momentum of an optimizer: the gradient of the first step, as it is.
+    parameter = nn.Parameter(torch.zeros(256, 256, dtype=BF16))
+    parameter.grad = every.detach().clone()
+    optimizer = lct.optim.SGD([parameter], lr=0.0, momentum=0.9)
+    optimizer.step()
+    assert_same_bits(every, optimizer.state[parameter]["momentum_buffer"])
+
+
+def test_pitfall_31_eager_calls_bypass_torch_library() -> None:
+    """A custom op costs tens of microseconds a call; eager code calls the backends itself."""
+    namespaces: Counter[str] = Counter()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if any(issubclass(kind, lct.CompressedWeight) for kind in types):
+                return NotImplemented
+            namespaces[func.namespace] += 1
+            return func(*args, **(kwargs or {}))
+
+    model = make(TiedTransformer, True)
+    optimizer = lct.optim.AdamW(model.parameters(), lr=0.01)
+    with Record():
+        with lct.compress_activations() as saved:
+            loss = token_loss(model, (torch.randint(0, 64, (2, 17)),))
+        loss.backward()
+        optimizer.step()
+    assert saved.encoded > 0
+    assert namespaces.keys() <= {"aten", "prim", "profiler"}

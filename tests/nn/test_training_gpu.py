@@ -86,3 +86,42 @@ def test_pitfall_10_consumers_on_two_streams() -> None:
         results.append((leaf.grad, weight.grad))
     for expected, got in zip(*results, strict=True):
         assert_same_bits(expected, got)
+
+
+@pytest.mark.parametrize("shape", [(256, 512), (1000, 24), (32, 16, 3, 3)])
+def test_pitfall_27_decoded_tensors_are_aligned_as_torchs(shape: tuple[int, ...]) -> None:
+    dense = torch.randn(shape, device="cuda").to(BF16)
+    if dense.dim() == 4:
+        dense = dense.to(memory_format=torch.channels_last)
+    weight = lct.CompressedWeight.from_dense(dense)
+    for _ in range(3):
+        decoded = weight.dense()
+        assert decoded.data_ptr() % 256 == 0
+        assert decoded.stride() == dense.stride()
+    for tensor in (dense, dense.transpose(0, 1)):
+        x = tensor.detach().requires_grad_() * 1
+        with lct.compress_activations() as saved:
+            out = x.abs()
+        assert saved.encoded == 1
+        back = out.grad_fn._saved_self
+        assert back.data_ptr() % 256 == x.data_ptr() % 256 and back.stride() == x.stride()
+
+
+def test_pitfall_28_reserved_memory_does_not_grow() -> None:
+    build, loss_of, batches = CASES["transformer"]
+    model = lct.compress_(make(build, False).cuda())
+    optimizer = lct.optim.AdamW(model.parameters(), lr=0.01)
+    data = [tuple(t.cuda() for t in batch) for batch in batches(40)]
+    train(model, optimizer, loss_of, data[:10], activations=True)
+    reserved = torch.cuda.memory_reserved()
+    train(model, optimizer, loss_of, data[10:], activations=True)
+    assert torch.cuda.memory_reserved() == reserved
+
+
+def test_pitfall_30_all_bit_patterns_come_back_from_activations() -> None:
+    every = torch.arange(2**16, dtype=torch.int32, device="cuda").to(torch.int16).view(BF16)
+    x = every.view(256, 256).requires_grad_() * 1
+    with lct.compress_activations() as saved:
+        out = x.abs()
+    assert saved.encoded == 1
+    assert_same_bits(x, out.grad_fn._saved_self)

@@ -80,7 +80,7 @@ def test_bits_of_an_optimizer_for_each_parameter(kind: str, compressed: bool) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_accumulation(kind: str) -> None:
+def test_pitfall_14_accumulation(kind: str) -> None:
     expected, dense = train_dense(kind, 3, micro_batches=3)
     _, ours_kind, options = KINDS[kind]
     model = make(True)
@@ -160,7 +160,7 @@ def test_groups_keep_their_options() -> None:
         (
             lambda p: lct.optim.step_in_backward(torch.optim.SGD(p), max_norm=1.0),
             ValueError,
-            "max_norm must be None: .* got 1.0",
+            "max_norm must be None: .* got 1.0",  # pitfall 15: or clip after backward
         ),
         (lambda p: lct.optim.step_in_backward(torch.optim.LBFGS(p)), ValueError, "no LBFGS"),
         (

@@ -166,6 +166,55 @@ def test_graph_replay() -> None:
         assert torch.equal(bits(state.decode()), bits(buffer))
 
 
+def two_weights() -> list[torch.nn.Parameter]:
+    """Equal weights with one gradient: dense ones, and ones that LCT compressed."""
+    start = (torch.randn(256, 512, generator=torch.Generator().manual_seed(1)) * 0.02).bfloat16()
+    dense = torch.nn.Parameter(start.to(DEVICE))
+    model = torch.nn.ParameterList([dense.detach().clone()])
+    (ours,) = lct.compress_(model).parameters()
+    grad = (torch.randn(256, 512, generator=torch.Generator().manual_seed(2)) * 1e-2).bfloat16()
+    dense.grad, ours.grad = grad.to(DEVICE), grad.to(DEVICE)
+    return [dense, ours]
+
+
+def test_captured_optimizer_step() -> None:
+    """``step()`` as a whole in a CUDA graph, with whatever the arena did before."""
+    dense, ours = two_weights()
+    options = {"lr": 0.1, "momentum": 0.9}
+    expected, optimizer = torch.optim.SGD([dense], **options), lct.optim.SGD([ours], **options)
+    for _ in range(2):
+        expected.step()
+        optimizer.step()
+    lct.reserve_arena(8 << 20)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for _ in range(5):
+        graph.replay()
+        expected.step()
+    assert torch.equal(bits(ours.dense()), bits(dense.detach()))
+
+
+def test_dropped_payloads_are_no_reason_to_look_at_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks of payloads that are gone stay in use until a sweep: a step must not wait for them."""
+    from lct import ops
+
+    _, ours = two_weights()
+    optimizer = lct.optim.SGD([ours], lr=0.1, momentum=0.9)
+    optimizer.step()
+    hostile = random_bits(8192 * 500, 3).view(torch.bfloat16).to(DEVICE)
+    for _ in range(3):
+        assert lct.encode(hostile).group_counts().spilled == 500
+    looks: list[int] = []
+    settle = ops.settle_arena
+    monkeypatch.setattr(ops, "settle_arena", lambda d: looks.append(1) or settle(d))
+    for _ in range(40):
+        optimizer.step()
+    assert len(looks) <= 1
+
+
 def test_many_tensors_take_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of weights of all sizes: bits of torch's foreach, in launches of up to 16."""
     from lct.backends.cuda import jit
@@ -186,12 +235,12 @@ def test_many_tensors_take_few_launches(monkeypatch: pytest.MonkeyPatch) -> None
     options = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
     expected, optimizer = torch.optim.SGD(dense, **options), lct.optim.SGD(ours, **options)
     launches: list[str] = []
-    launch = jit.launch
+    launch = jit.Call.launch
     kernels = {}
 
-    def counted(kernel: jit.Loaded, *args: object, **more: object) -> None:
-        launches.append(kernels.get(kernel.function, ""))
-        launch(kernel, *args, **more)
+    def counted(call: jit.Call, stream: int) -> None:
+        launches.append(kernels.get(call.function, ""))
+        launch(call, stream)
 
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
@@ -201,7 +250,7 @@ def test_many_tensors_take_few_launches(monkeypatch: pytest.MonkeyPatch) -> None
         expected.step()
         if step == 3:
             kernels.update({row.function: key[1] for key, row in jit._loaded.items()})
-            monkeypatch.setattr(jit, "launch", counted)
+            monkeypatch.setattr(jit.Call, "launch", counted)
         optimizer.step()
         for ours_one, dense_one in zip(ours, dense, strict=True):
             is_compressed = isinstance(ours_one, lct.CompressedWeight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,19 @@ from .codec import check_bits, normal_values
 from .timing import REPETITIONS, measure, rotations_for
 
 DTYPE = torch.bfloat16
+PART_VALUES = 2**24
 SEED = 20261201
 WEIGHT_SCALE = 0.02
 GRADIENT_SCALE = 1e-2
 GATE_STEPS = 3
-# Steps before anything is timed: the first one makes the state and is not fused.
+# Steps before anything is timed: they compile.
 FIRST_STEPS = 2
+# State is timed as training leaves it, an average over many gradients: squares of a single one
+# have twice the range in octaves, as moments have it in the first steps alone.
+AVERAGED_GRADIENTS = 32
+# Thousands of timed steps have one gradient: with a larger rate the weights' scale would drift as
+# it does not in training, and with it the room that they need.
+TIMED_LR = 1e-7
 MAX_COLUMNS = 4096
 DEFAULT_SIZES = {"cpu": (2**20,), "cuda": (2**24, 2**28)}
 ROUNDINGS: dict[str, dict[str, bool]] = {"foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -45,6 +52,10 @@ class OptimizerRow:
     def floor_copies(self) -> float:
         # Reads weight, states and gradient, writes weight and states; a copy reads and writes one.
         return (2 * (1 + self.num_states) + 1) / 2
+
+    def timed(self) -> OptimizerRow:
+        """The row with the learning rate of what is timed."""
+        return replace(self, arguments={**self.arguments, "lr": TIMED_LR})
 
     def make(self, module: Any, params: list[torch.Tensor], rounding: str) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = getattr(module, self.class_name)(
@@ -121,17 +132,54 @@ def make_gradient(num_values: int, number: int, device: torch.device) -> torch.T
     return gradient.view(shape_for(num_values))
 
 
+def make_states(row: OptimizerRow, gradient: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
+    """State of the optimizer for set ``number``, by torch's keys, as after many steps.
+
+    First moments are what ``gradient`` alone would have led to, so that steps with it leave their
+    distribution as it is.
+    """
+    if row.num_states == 1:
+        return {"momentum_buffer": gradient / (1 - row.arguments["momentum"])}
+    squares = torch.zeros_like(gradient)
+    # By parts: in FP32 they would take several times the memory of what is measured.
+    seed = SEED + 1000 * (number + 1)
+    for part in squares.view(-1).split(PART_VALUES):
+        generator = torch.Generator(gradient.device).manual_seed(seed := seed + 1)
+        total = torch.zeros(part.numel(), device=gradient.device)
+        for _ in range(AVERAGED_GRADIENTS):
+            total += torch.randn(part.numel(), device=gradient.device, generator=generator) ** 2
+        part.copy_(total * (GRADIENT_SCALE**2 / AVERAGED_GRADIENTS))
+    return {"step": torch.tensor(1000.0), "exp_avg": gradient, "exp_avg_sq": squares}
+
+
+def with_states(problem: Problem, states: dict[str, torch.Tensor] | None) -> Problem:
+    """``problem`` with a copy of ``states``, or with none."""
+    if states is not None:
+        own = {name: value.clone() for name, value in states.items()}
+        groups = problem.optimizer.state_dict()["param_groups"]
+        problem.optimizer.load_state_dict({"state": {0: own}, "param_groups": groups})
+    return problem
+
+
 def dense_problem(
-    row: OptimizerRow, rounding: str, weight: torch.Tensor, gradient: torch.Tensor
+    row: OptimizerRow,
+    rounding: str,
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    states: dict[str, torch.Tensor] | None = None,
 ) -> Problem:
     """Torch's optimizer on a dense weight, which it changes."""
     parameter = torch.nn.Parameter(weight)
     parameter.grad = gradient
-    return Problem(parameter, row.make(torch.optim, [parameter], rounding))
+    return with_states(Problem(parameter, row.make(torch.optim, [parameter], rounding)), states)
 
 
 def compressed_problem(
-    row: OptimizerRow, rounding: str, weight: torch.Tensor, gradient: torch.Tensor
+    row: OptimizerRow,
+    rounding: str,
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    states: dict[str, torch.Tensor] | None = None,
 ) -> Problem:
     """LCT's optimizer on the compressed weight. ValueError where LCT leaves the weight dense."""
     model = compress_(torch.nn.ParameterList([weight]))
@@ -141,7 +189,8 @@ def compressed_problem(
             f"sizes must be large enough for lct.compress_ to compress, got {weight.numel()}"
         )
     parameter.grad = gradient
-    return Problem(parameter, row.make(compressed_optim, [parameter], rounding))
+    problem = Problem(parameter, row.make(compressed_optim, [parameter], rounding))
+    return with_states(problem, states)
 
 
 def compare(expected: Problem, found: Problem, where: str) -> None:
@@ -205,23 +254,22 @@ def measure_step(
     row = OPTIMIZERS[name]
     choose_roundings(row, device, [rounding])
     check_steps(row, rounding, num_values, device)
+    row = row.timed()
 
     dense_bytes = num_values * DTYPE.itemsize
     # A set of buffers: gradient, output of the copy, weight and states three times.
     rotations = rotations_for(dense_bytes, device, dense_bytes * (2 + 3 * (1 + row.num_states)))
     gradients = [make_gradient(num_values, i, device) for i in range(rotations)]
     copies = [torch.empty_like(gradient) for gradient in gradients]
-    problems: dict[str, list[Problem]] = {
-        "step": [
-            compressed_problem(row, rounding, make_weight(num_values, i, device), gradients[i])
-            for i in range(rotations)
-        ]
-    }
-    for other in ROUNDINGS:
-        problems[f"dense_{other}"] = [
-            dense_problem(row, other, make_weight(num_values, i, device), gradients[i])
-            for i in range(rotations)
-        ]
+    problems: dict[str, list[Problem]] = {"step": []}
+    for i in range(rotations):
+        weight = make_weight(num_values, i, device)
+        states = make_states(row, gradients[i], i)
+        for other in ROUNDINGS:
+            dense = dense_problem(row, other, weight.clone(), gradients[i], states)
+            problems.setdefault(f"dense_{other}", []).append(dense)
+        problems["step"].append(compressed_problem(row, rounding, weight, gradients[i], states))
+    del dense, weight, states
     for many in problems.values():
         for problem in many:
             problem.step(FIRST_STEPS)
@@ -243,7 +291,9 @@ def measure_step(
     problems.clear()
     steps = [FIRST_STEPS + runs for runs in measurement.runs["step"]]
     for i, problem in enumerate(measured):
-        expected = dense_problem(row, rounding, make_weight(num_values, i, device), gradients[i])
+        weight = make_weight(num_values, i, device)
+        states = make_states(row, gradients[i], i)
+        expected = dense_problem(row, rounding, weight, gradients[i], states)
         expected.step(steps[i])
         compare(expected, problem, f"{row.name} ({rounding}) after {steps[i]} steps, timed")
 

@@ -1,95 +1,16 @@
 """Files of compressed tensors (docs/file-format.md), and safetensors files both ways."""
 
-from __future__ import annotations
+from .convert import Summary, compress_file, decompress_file
+from .files import load_file, read_metadata, save_file
+from .run import load_checkpoint, save_checkpoint
 
-import os
-from collections.abc import Mapping
-
-import torch
-
-from ..atomic import atomic_write
-from ..tensor import CompressedTensor
-from .container import ContainerReader, ContainerWriter
-from .convert import (
-    Summary,
-    add_compressed,
-    add_dense,
-    compress_file,
-    decompress_file,
-    read_compressed,
-)
-from .dense import bytes_of, empty_tensor, is_coded
-from .header import file_dtype, make_header
-
-__all__ = ["Summary", "compress_file", "decompress_file", "load_file", "read_metadata", "save_file"]
-
-
-def save_file(
-    tensors: Mapping[str, torch.Tensor | CompressedTensor],
-    path: str | os.PathLike[str],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write ``tensors`` into a ``.lct`` file, which appears whole or not at all.
-
-    Dense tensors of a dtype that LCT codes are compressed, others stored as they are; a
-    ``CompressedTensor`` is written as it is. TypeError for anything else, OSError where the file
-    cannot be written.
-    """
-    for name, tensor in tensors.items():
-        _check_saveable(name, tensor)
-    for key, value in (metadata or {}).items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(f"metadata must map strings to strings, got {key!r}: {value!r}")
-    header = make_header({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, metadata)
-    with atomic_write(path) as out:
-        writer = ContainerWriter(out, header)
-        for entry in header.entries:
-            tensor = tensors[entry.name]
-            if isinstance(tensor, CompressedTensor):
-                if not add_compressed(writer, entry.name, tensor):
-                    writer.add_plain([bytes_of(tensor.decode()).data])
-            elif is_coded(entry.dtype):
-                add_dense(writer, entry.name, tensor)
-            else:
-                writer.add_plain([bytes_of(tensor).data])
-        writer.finish()
-
-
-def _check_saveable(name: object, tensor: object) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"names of tensors must be strings, got {name!r}")
-    if isinstance(tensor, CompressedTensor):
-        return
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"save_file takes tensors, got {type(tensor).__name__} for {name!r}")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise TypeError(
-            f"save_file takes dense tensors, got {tensor.layout}, {tensor.dtype} for {name!r}"
-        )
-    file_dtype(tensor.dtype)
-
-
-def load_file(
-    path: str | os.PathLike[str], device: torch.device | str = "cpu"
-) -> dict[str, torch.Tensor | CompressedTensor]:
-    """The tensors of a ``.lct`` file on ``device``: compressed ones stay compressed.
-
-    CorruptFileError where the file is truncated, damaged or of another kind; TypeError where it
-    holds a dtype that this torch does not have.
-    """
-    tensors: dict[str, torch.Tensor | CompressedTensor] = {}
-    with ContainerReader(path) as reader:
-        for entry, record in reader:
-            if record.encoding == "lct":
-                tensors[entry.name] = read_compressed(reader, entry, record, device)
-            else:
-                dense = empty_tensor(entry)
-                bytes_of(dense)[:] = reader.read(entry, record)
-                tensors[entry.name] = dense.to(device)
-    return tensors
-
-
-def read_metadata(path: str | os.PathLike[str]) -> dict[str, str] | None:
-    """The ``__metadata__`` of a ``.lct`` file; None where it has none."""
-    with ContainerReader(path) as reader:
-        return reader.header.metadata
+__all__ = [
+    "Summary",
+    "compress_file",
+    "decompress_file",
+    "load_checkpoint",
+    "load_file",
+    "read_metadata",
+    "save_checkpoint",
+    "save_file",
+]

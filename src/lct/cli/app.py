@@ -12,11 +12,13 @@ from .. import __version__
 from ..errors import LctError
 from .analyze import analyze
 from .bench import bench_app
+from .bench_train import train
 from .compress import compress
 from .decompress import decompress
 from .demo import demo
 from .inspect import inspect
 from .output import stderr
+from .plan import plan
 
 DEBUG = "debug"
 # What a wrong argument, a damaged file or the system raises. Anything else is a bug of LCT: it
@@ -92,4 +94,6 @@ app.command()(compress)
 app.command()(decompress)
 app.command("inspect")(inspect)
 app.command()(analyze)
+bench_app.command()(train)
+app.command()(plan)
 app.add_typer(bench_app, name="bench")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
 import typer
 
-from .options import CommitOption, JsonPath, PlotPath
+from .options import CommitOption, DeviceOption, JsonPath, PlotPath, choose_device, parse_names
 from .output import check_outputs, command_line, print_line, print_table, progress_bar, table
 from .plots import check_suffix
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure LCT next to a copy of the same tensor.")
 
 DTypeName = Literal["bfloat16", "float32", "float16"]
-DeviceOption = Annotated[
-    Optional[Literal["cpu", "cuda"]],  # noqa: UP045 - typer reads this at run time
-    typer.Option("--device", help="Default: cuda where there is a GPU.", show_default=False),
-]
 Repetitions = Annotated[int, typer.Option(min=1, help="Timed calls of each variant.")]
 NO_PEERS = "none"
 
@@ -97,8 +92,8 @@ def codec(
     check_outputs(json_path, plot_path)
     check_suffix(plot_path)
     numbers = _parse_sizes(sizes)
-    layouts = [LAYOUTS[name] for name in _parse_names(presets, "--preset", LAYOUTS) or LAYOUTS]
-    chosen = _choose_device(device)
+    layouts = [LAYOUTS[name] for name in parse_names(presets, "--preset", LAYOUTS) or LAYOUTS]
+    chosen = choose_device(device)
     others, absent = _choose_peers(peers, torch.device(chosen))
     if peers and others and DTYPES[dtype] != torch.bfloat16:
         raise ValueError(f"--peers needs --dtype bfloat16, got {dtype}")
@@ -183,9 +178,9 @@ def optim(
     check_outputs(json_path, plot_path)
     check_suffix(plot_path)
     numbers = _parse_sizes(sizes)
-    names = _parse_names(optimizers, "--optimizer", OPTIMIZERS) or DEFAULT_OPTIMIZERS
-    wanted = _parse_names(roundings, "--rounding", ROUNDINGS)
-    chosen = _choose_device(device)
+    names = parse_names(optimizers, "--optimizer", OPTIMIZERS) or DEFAULT_OPTIMIZERS
+    wanted = parse_names(roundings, "--rounding", ROUNDINGS)
+    chosen = choose_device(device)
     place = torch.device(chosen)
     plan = [
         (size, name, rounding)
@@ -230,7 +225,7 @@ def host(
     from ..bench.results import describe_run, write_json
 
     check_outputs(json_path, None)
-    device = torch.device(_choose_device("cuda"))
+    device = torch.device(choose_device("cuda"))
     rows = measure_host(device, repetitions=repetitions)
     columns = ("call", "host µs", "spread µs", "÷ torch.add")
     shown = table("Host time of a call (medians)", columns, text=("call",))
@@ -246,16 +241,6 @@ def host(
         write_json(json_path, {**describe_run(command_line(), "cuda", commit), "rows": rows})
 
 
-def _choose_device(device: str | None) -> str:
-    """``device``, or cuda where there is a GPU; ValueError for cuda without one."""
-    import torch
-
-    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if chosen == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda needs a CUDA GPU and a CUDA build of torch, found none")
-    return chosen
-
-
 def _choose_peers(texts: list[str] | None, device: Any) -> tuple[list[Any], list[str]]:
     """Peers to measure, and a line for each that is left out because it cannot be.
 
@@ -263,7 +248,7 @@ def _choose_peers(texts: list[str] | None, device: Any) -> tuple[list[Any], list
     """
     from ..bench.peers import PEERS
 
-    names = _parse_names(texts, "--peers", (*PEERS, NO_PEERS))
+    names = parse_names(texts, "--peers", (*PEERS, NO_PEERS))
     chosen, absent = [], []
     for name in PEERS if names is None else names:
         if name == NO_PEERS:
@@ -276,20 +261,6 @@ def _choose_peers(texts: list[str] | None, device: Any) -> tuple[list[Any], list
         else:
             raise ValueError(f"peer {name} cannot be measured: {reason}")
     return chosen, absent
-
-
-def _parse_names(texts: list[str] | None, flag: str, allowed: Iterable[str]) -> list[str] | None:
-    """Names from ``a,b``, each once; None for none given. Exit code 2 for others."""
-    if not texts:
-        return None
-    known = list(allowed)
-    names = list(dict.fromkeys(name.strip() for name in ",".join(texts).split(",")))
-    for name in names:
-        if name not in known:
-            raise typer.BadParameter(
-                f"must be among {', '.join(known)}, got {name!r}", param_hint=flag
-            )
-    return names
 
 
 def _parse_sizes(texts: list[str] | None) -> list[int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
@@ -51,3 +52,31 @@ Force = Annotated[
         help="Replace OUT where it exists (in one step), or refuse to.",
     ),
 ]
+DeviceOption = Annotated[
+    Optional[Literal["cpu", "cuda"]],  # noqa: UP045 - typer reads this at run time
+    typer.Option("--device", help="Default: cuda where there is a GPU.", show_default=False),
+]
+
+
+def choose_device(device: str | None) -> str:
+    """``device``, or cuda where there is a GPU; ValueError for cuda without one."""
+    import torch
+
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda needs a CUDA GPU and a CUDA build of torch, found none")
+    return chosen
+
+
+def parse_names(texts: list[str] | None, flag: str, allowed: Iterable[str]) -> list[str] | None:
+    """Names from ``a,b``, each once; None for none given. Exit code 2 for others."""
+    if not texts:
+        return None
+    known = list(allowed)
+    names = list(dict.fromkeys(name.strip() for name in ",".join(texts).split(",")))
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(
+                f"must be among {', '.join(known)}, got {name!r}", param_hint=flag
+            )
+    return names

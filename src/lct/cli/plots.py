@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ STYLE: dict[Any, Any] = {
     "font.size": 9,
     "legend.frameon": False,
 }
+MARKERS = ("o", "s", "^", "D", "v", "P")
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
@@ -308,3 +310,61 @@ def plot_step_memory(
         title=f"Live tensors over one training step: {saved:.1%} off the peak",
     )
     _save(figure, path)
+
+
+def plot_training(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Peak memory against step time, a panel a model and configuration, with Pareto fronts.
+
+    One front is of all lossless variants, one of those without LCT. Runs of the same sequence and
+    micro-batch share a marker; lossy ones are hollow. Rows without both figures are left out: they
+    ran out of memory, or none was measured.
+    """
+    done = [row for row in rows if row["peak_allocated_mib"] and row["step_ms_median"]]
+    panels = list(dict.fromkeys((row["model"], row["configuration"]) for row in done))
+    columns = max(len(panels), 1)
+    figure, all_axes = _figure(max(7.0, 6.0 * columns), 5.5, columns)
+    for axes, panel in zip(all_axes, panels, strict=False):
+        own = [row for row in done if (row["model"], row["configuration"]) == panel]
+        inputs = list(dict.fromkeys((row["sequence"], row["micro_batch"]) for row in own))
+        for marker, given in zip(itertools.cycle(MARKERS), inputs, strict=False):
+            group = [row for row in own if (row["sequence"], row["micro_batch"]) == given]
+            _plot_variants(axes, group, marker)
+            label = f"{given[0]} tokens × {given[1]}"
+            axes.plot([], [], marker, color="grey", linestyle="none", label=label)
+        axes.margins(0.15)
+        axes.set(xlabel="ms a step", ylabel="peak MiB (allocated)", title=", ".join(panel))
+        for color, label in ((COLORS[0], "with LCT"), (COLORS[1], "without")):
+            axes.plot([], [], color=color, linewidth=4, label=label)
+        axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _plot_variants(axes: Axes, rows: Sequence[dict[str, Any]], marker: str) -> None:
+    def point(row: dict[str, Any]) -> tuple[float, float]:
+        return row["step_ms_median"], row["peak_allocated_mib"]
+
+    def has_lct(row: dict[str, Any]) -> bool:
+        return str(row["variant"]).startswith("lct")
+
+    lossless = [row for row in rows if not row["lossy"]]
+    without = [row for row in lossless if not has_lct(row)]
+    for group, style, color in ((without, "--", COLORS[1]), (lossless, "-", "grey")):
+        if group:
+            front = _pareto_front([point(row) for row in group])
+            axes.plot(*zip(*front, strict=True), style, color=color, linewidth=0.9, zorder=1)
+    for row in rows:
+        color = COLORS[0] if has_lct(row) else COLORS[1]
+        fill = "none" if row["lossy"] else color
+        axes.plot(*point(row), marker, color=color, markerfacecolor=fill, markersize=7)
+        axes.annotate(
+            *(row["variant"], point(row)), xytext=(5, 4), textcoords="offset points", fontsize=7
+        )
+
+
+def _pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other one is at most equal to in both, by the first coordinate."""
+    front: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return front

@@ -9,20 +9,24 @@ The graph owns what is stored; this module keeps weak references only.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..ops import SUPPORTED_DEVICES
 from ..tensor import CompressedTensor, encode
+from ..text import text_table
 from .bits import PackedBits, pack_bits
+from .room import Room, room_of
 from .untraced import untraced
 
 
@@ -30,15 +34,19 @@ from .untraced import untraced
 class SaveRule:
     """From which size of its storage on a saved tensor of ``dtype`` is compressed.
 
-    Below, the payload's fixed part (a header, and the planes of a group of 8,192 values) and the
-    host time of an encode and a decode weigh more than the bytes.
+    Below, the payload's fixed part (a header, and the planes of a group of 8,192 values) costs more
+    than 1 % of the ratio of a large tensor, and an encode and a decode take as long as for a group
+    (benchmarks/thresholds.py).
     """
 
     dtype: torch.dtype
     min_bytes: int
 
 
-# One group of values; a mask is worth its eight-fold ratio from an eighth of that on.
+# At these sizes a payload is 0.695 (BF16), 0.883 (FP16), 0.848 (FP32) and 0.348 (FP32 that was cast
+# from BF16) of the dense bytes (benchmarks/results/thresholds-*.json). FP32 in general saves as
+# many bytes a value as BF16. A mask is an eighth at any size: it is taken from an eighth of BF16's
+# size on.
 SAVE_RULES: dict[torch.dtype, SaveRule] = {
     rule.dtype: rule
     for rule in (
@@ -51,9 +59,6 @@ SAVE_RULES: dict[torch.dtype, SaveRule] = {
 # A view of less than this share of its storage is kept as it is, unless the storage is stored
 # anyway: encoding all of a large buffer for a few rows would not pay.
 MIN_COVERAGE = 1 / 4
-# Room of a group: activations are wider than weights, and many groups that would spill in
-# the default 748 words fit (docs/format.md, "Capacity classes").
-CAPACITY_WORDS = 784
 # Decoded storages that wait for their other consumers (k and q, after v) may take this much.
 SHARED_DECODED_BYTES = 256 << 20
 
@@ -66,23 +71,110 @@ _VIEWS = {
 }
 
 
-@dataclass
-class SavedActivations:
-    """What one ``compress_activations`` block has seen: counts and bytes, each storage once.
+# What cross entropy saves is alive where forward ends and backward begins, and dense there in any
+# case: for logits of a large vocabulary a payload beside it would be the peak.
+_OF_LOSSES = {"LogSoftmaxBackward0"}
 
-    ``dense_bytes`` and ``stored_bytes`` are of the compressed storages (payloads without spilled
-    chunks, which only the device knows), ``reused`` counts saves that found their storage stored,
-    ``kept`` the saves that were left as they are, by reason.
+
+@dataclass(slots=True, eq=False)
+class SaveSite:
+    """What one line of a model has saved: the saves of one tensor shape, dtype and producer.
+
+    ``place``: file and line of the innermost frame that is neither torch's nor LCT's;
+    ``producer``: the op that made the tensor, empty where it has no history. Each storage counts
+    once in ``encoded`` and the bytes (payloads without spilled chunks, which only the device
+    knows); ``reused`` counts further saves of it, ``decoded`` how often backward had it decoded.
+    Seconds are measured in a ``profile=True`` block, and 0 elsewhere. ``room``: the capacity that
+    its payloads get.
     """
 
+    place: str
+    producer: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    room: Room
     encoded: int = 0
     reused: int = 0
+    decoded: int = 0
     dense_bytes: int = 0
     stored_bytes: int = 0
-    kept: Counter[str] = field(default_factory=Counter)
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
-    def __post_init__(self) -> None:
-        self._stored: weakref.WeakValueDictionary[Any, _Stored] = weakref.WeakValueDictionary()
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that compression saves, of all storages of this site."""
+        return self.dense_bytes - self.stored_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for programs."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "room"}
+        fields.update(dtype=str(self.dtype).removeprefix("torch."), shape=list(self.shape))
+        return {**fields, "saved_bytes": self.saved_bytes, "capacity_words": self.room.words}
+
+
+class SavedActivations:
+    """What one ``compress_activations`` block has seen: ``sites``, and their sums.
+
+    ``print`` gives a table. ``kept`` counts the saves that were left as they are, by reason.
+    ``profile``: whether encodes and decodes are timed, which waits for the device around each.
+    """
+
+    def __init__(self, profile: bool = False) -> None:
+        self.profile = profile
+        self.kept: Counter[str] = Counter()
+        self._sites: dict[Any, SaveSite] = {}
+        self._by_instruction: dict[Any, SaveSite] = {}
+        # By address of a storage, version, dtype and stream. An entry ends with what it refers to.
+        self._stored: dict[Any, weakref.ref[_Stored]] = {}
+
+    @property
+    def sites(self) -> list[SaveSite]:
+        """One entry a line, shape, dtype and producer; those that save the most bytes first."""
+        return sorted(self._sites.values(), key=lambda site: -site.saved_bytes)
+
+    @property
+    def encoded(self) -> int:
+        """Storages that were compressed."""
+        return sum(site.encoded for site in self._sites.values())
+
+    @property
+    def reused(self) -> int:
+        """Saves that found their storage compressed."""
+        return sum(site.reused for site in self._sites.values())
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the compressed storages, each once."""
+        return sum(site.dense_bytes for site in self._sites.values())
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of their payloads, without spilled chunks, which only the device knows."""
+        return sum(site.stored_bytes for site in self._sites.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Sums, reasons and sites for programs."""
+        sums = ("encoded", "reused", "dense_bytes", "stored_bytes")
+        return {
+            **{name: getattr(self, name) for name in sums},
+            "kept": dict(self.kept),
+            "sites": [site.as_dict() for site in self.sites],
+        }
+
+    def __str__(self) -> str:
+        head = ["made by", "dtype", "shape", "compressed", "reused", "dense MB", "stored MB"]
+        head += ["encode ms", "decode ms"] if self.profile else []
+        rows = []
+        for site in self.sites:
+            row = [site.producer or "–", str(site.dtype).removeprefix("torch.")]
+            row += [" × ".join(map(str, site.shape)), f"{site.encoded:,}", f"{site.reused:,}"]
+            row += [f"{size / 1e6:,.2f}" for size in (site.dense_bytes, site.stored_bytes)]
+            if self.profile:
+                row += [f"{1e3 * s:,.2f}" for s in (site.encode_seconds, site.decode_seconds)]
+            rows.append([site.place, *row])
+        kept = (f"left as it is, {count:,} times: {why}" for why, count in self.kept.most_common())
+        return "\n".join((text_table(["saved at", *head], rows), *kept))
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -90,71 +182,192 @@ class SavedActivations:
         reason = _reason_to_keep(tensor)
         if not reason:
             stored = self._find_or_store(tensor)
-            if stored is not None:
+            if isinstance(stored, _Stored):
                 return _Saved(stored, tensor)
-            reason = "it is a small part of its storage"
+            reason = stored
         self.kept[reason] += 1
         return _Kept(tensor)
 
-    def _find_or_store(self, tensor: torch.Tensor) -> _Stored | None:
+    def _find_or_store(self, tensor: torch.Tensor) -> _Stored | str:
+        """What ``tensor`` lies in, stored; or the reason why it stays as it is."""
         source = tensor.untyped_storage()
-        version = tensor._version
         # On CUDA another stream would have to wait for the encode: let it make its own.
-        stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
-        key = source._cdata, version, tensor.dtype, stream
-        stored = self._stored.get(key)
+        stream = _current_stream(tensor) if tensor.is_cuda else 0
+        key = source._cdata, tensor._version, tensor.dtype, stream
+        ref = self._stored.get(key)
+        stored = ref() if ref is not None else None
         # An address is used again after its storage was freed, and what was stored may live on.
         if stored is not None and stored.source() is source:
-            self.reused += 1
+            self._site_of(tensor).reused += 1
             return stored
-        if tensor.numel() * tensor.element_size() < MIN_COVERAGE * source.nbytes():
-            return None
-        stored = _Stored(tensor, source, stream)
-        self._stored[key] = stored
-        self.encoded += 1
-        self.dense_bytes += source.nbytes()
-        self.stored_bytes += stored.content.payload.nbytes
+        size = source.nbytes()
+        if tensor.nbytes < MIN_COVERAGE * size:
+            return "it is a small part of its storage"
+        site = self._site_of(tensor)
+        # Most tensors are all of their storage, and need no view of it, here and in unpack.
+        coded = tensor.dtype != torch.bool
+        whole = coded and tensor.nbytes == size and tensor.is_contiguous()
+        flat = tensor if whole else _flat(tensor, source)
+        upcast = is_exact_upcast(tensor)
+        if coded:
+            site.room.look(flat, upcast)
+            if not site.room.pays:
+                return "its values need as much room compressed"
+        started = _now(tensor) if self.profile else 0.0
+        stored = _Stored(flat, upcast, source, stream, site, self.profile)
+        if self.profile:
+            site.encode_seconds += _now(tensor) - started
+        site.encoded += 1
+        site.dense_bytes += size
+        table = self._stored
+
+        def ended(ref: Any) -> None:
+            if table.get(key) is ref:
+                del table[key]
+
+        table[key] = weakref.ref(stored, ended)
         return stored
+
+    def _site_of(self, tensor: torch.Tensor) -> SaveSite:
+        # Called for every save, and takes about a microsecond. A frame's line number has to be
+        # searched for: lines are told apart by their instructions, which is as good.
+        frame = sys._getframe(2)
+        while (internal := _internal.get(frame.f_code.co_filename)) is not False:
+            if internal is None:
+                name = frame.f_code.co_filename
+                _internal[name] = name.startswith(_INTERNAL) or "torchinductor_" in name
+            elif frame.f_back is None:
+                break
+            else:
+                frame = frame.f_back
+        code, node = frame.f_code, tensor.grad_fn
+        producer = node.name() if node is not None else ""
+        shape = tensor.shape
+        line = code.co_filename, code.co_firstlineno, frame.f_lasti
+        key = (*line, producer, tensor.dtype, shape)
+        site = self._by_instruction.get(key)
+        if site is None:
+            place = f"{code.co_filename}:{frame.f_lineno}"
+            fields = place, producer.partition("Backward")[0], tensor.dtype, tuple(shape)
+            room = room_of(place, producer, tensor)
+            site = self._sites.setdefault(fields, SaveSite(*fields, room))
+            self._by_instruction[key] = site
+        return site
+
+
+# Whether a file belongs to torch, to this package or to a compiler, and is no place of a model's.
+_internal: dict[str, bool] = {}
+_INTERNAL = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    "<eval_with_key>",
+)
+
+
+def _current_stream(tensor: torch.Tensor) -> int:
+    # torch.cuda.current_stream makes two objects to say the same.
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device())
+
+
+def _now(tensor: torch.Tensor) -> float:
+    """Seconds, when the device has done what was asked of it."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
 
 
 class _Stored:
-    """One storage, compressed; owned by the graph's nodes through their ``_Saved``."""
+    """One storage, compressed; owned by the graph's nodes through their ``_Saved``.
 
-    __slots__ = ("__weakref__", "content", "decoded", "source", "stream", "version", "waiting")
+    ``shape``, ``stride``: of the decoded tensor, which begins where the storage does.
+    """
 
-    def __init__(self, tensor: torch.Tensor, source: torch.UntypedStorage, stream: int) -> None:
-        flat = tensor.detach().as_strided((source.nbytes() // tensor.element_size(),), (1,), 0)
-        self.content: CompressedTensor | PackedBits
-        if tensor.dtype == torch.bool:
-            self.content = pack_bits(flat)
+    __slots__ = (
+        *("__weakref__", "content", "decoded", "profile", "shape", "site", "source"),
+        *("stream", "stride", "version", "waiting"),
+    )
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        upcast: bool,
+        source: torch.UntypedStorage,
+        stream: int,
+        site: SaveSite,
+        profile: bool,
+    ) -> None:
+        content: CompressedTensor | PackedBits
+        if flat.dtype == torch.bool:
+            content = pack_bits(flat)
         else:
-            upcast = is_exact_upcast(tensor)
-            self.content = encode(flat, capacity=CAPACITY_WORDS, upcast=upcast)
+            content = encode(flat, capacity=site.room.words, upcast=upcast)
+        site.stored_bytes += content.payload.nbytes
+        self.content: CompressedTensor | PackedBits | _Handed = content
+        self.shape, self.stride = flat.shape, flat.stride()
         self.source = weakref.ref(source)
         self.stream = stream
+        self.site = site
+        self.profile = profile
         self.waiting = 0  # saves that backward has not asked for yet
         self.decoded: torch.Tensor | None = None
         self.version = 0
 
     def values(self, shared: bool) -> torch.Tensor:
-        """The storage's values, flat; kept for the other consumers where it is ``shared``."""
+        """The storage's values, flat or as they lay; kept for other consumers where ``shared``."""
         with _decoded.lock:
             flat = self.decoded
             # A consumer that wrote into its copy has spoilt it for the others.
-            if flat is not None and flat._version == self.version and self._same_stream(flat):
-                if not shared:
-                    _decoded.forget(self)
-                return flat
-        flat = self.content.decode()
-        if shared:
-            _decoded.keep(self, flat)
+            if flat is not None and (flat._version != self.version or not self._same_stream(flat)):
+                flat = None
+            elif not shared:
+                _decoded.forget(self)
+        if flat is None:
+            flat = self._decode()
+            if shared:
+                _decoded.keep(self, flat)
+        if not shared and not torch._C._autograd._get_current_graph_task_keep_graph():
+            # The last consumer has it, and the graph is freed as it goes: holding the payload too
+            # would raise the peak above the dense run's where backward begins.
+            self.content = _Handed(flat, flat._version)
+        return flat
+
+    def _decode(self) -> torch.Tensor:
+        content = self.content
+        if isinstance(content, _Handed):
+            return content.decode()
+        self.site.decoded += 1
+        if not self.profile:
+            return content.decode()
+        started = _now(content.payload)
+        flat = content.decode()
+        self.site.decode_seconds += _now(flat) - started
         return flat
 
     def _same_stream(self, flat: torch.Tensor) -> bool:
         # Memory of one stream must not be read on another without waiting.
-        if not flat.is_cuda:
-            return True
-        return torch.cuda.current_stream(flat.device).cuda_stream == self.stream
+        return not flat.is_cuda or _current_stream(flat) == self.stream
+
+
+def _flat(tensor: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:
+    """All of the storage that ``tensor`` lies in, as values of its dtype."""
+    return tensor.detach().as_strided((source.nbytes() // tensor.element_size(),), (1,), 0)
+
+
+@dataclass(slots=True)
+class _Handed:
+    """In place of a payload: the values that the last consumer of a graph has got.
+
+    A Function of a user's may ask for its saved tensors more than once.
+    """
+
+    values: torch.Tensor
+    version: int
+
+    def decode(self) -> torch.Tensor:
+        current = self.values._version
+        if current != self.version:
+            raise _changed(self.values.dtype, self.values.shape, self.version, current)
+        return self.values
 
 
 class _Decoded:
@@ -211,8 +424,11 @@ class _Saved:
         if self.waits:
             self.waits = False
             self.stored.waiting -= 1
-        flat = self.stored.values(shared=self.stored.waiting > 0)
-        return flat.as_strided(self.shape, self.stride, self.offset)
+        stored = self.stored
+        values = stored.values(shared=stored.waiting > 0)
+        if self.shape == stored.shape and self.stride == stored.stride and not self.offset:
+            return values
+        return values.as_strided(self.shape, self.stride, self.offset)
 
     @untraced
     def __del__(self) -> None:
@@ -264,16 +480,17 @@ def _changed(dtype: torch.dtype, shape: torch.Size, saved: int, current: int) ->
 
 
 def _reason_to_keep(tensor: torch.Tensor) -> str:
+    # Cheap and frequent reasons first: this runs for everything that a model saves.
+    if type(tensor) is not torch.Tensor:
+        return "it is a parameter or a subclass"
     rule = SAVE_RULES.get(tensor.dtype)
     if rule is None:
         return f"{tensor.dtype} is not compressed"
-    if type(tensor) is not torch.Tensor:
-        return "it is a parameter or a subclass"
-    if tensor.layout != torch.strided or tensor.device.type not in SUPPORTED_DEVICES:
+    if tensor.layout != torch.strided or not (tensor.is_cuda or tensor.is_cpu or tensor.is_meta):
         return "its layout or device has no codec"
     if tensor.is_leaf and tensor.requires_grad:
         return "it is a leaf, which its owner keeps alive"
-    if tensor._base is not None and isinstance(tensor._base, torch.nn.Parameter):
+    if tensor._is_view() and isinstance(tensor._base, torch.nn.Parameter):
         return "it is a view of a parameter"
     if tensor.is_nested or tensor.is_neg() or tensor.is_inference():
         return "it is a nested, negated or inference tensor"
@@ -281,6 +498,8 @@ def _reason_to_keep(tensor: torch.Tensor) -> str:
         return "it is small"
     if torch._C._current_graph_task_id() != -1:
         return "it is saved within a backward, which needs it at once"
+    if tensor.grad_fn is not None and tensor.grad_fn.name() in _OF_LOSSES:
+        return "a loss saves it, which backward asks for first"
     return ""
 
 
@@ -304,14 +523,24 @@ def is_exact_upcast(tensor: torch.Tensor) -> bool:
     return source._input_metadata[output].dtype == torch.bfloat16
 
 
+_last: SavedActivations | None = None
+
+
+def last_saved() -> SavedActivations | None:
+    """What the last ``compress_activations`` block has seen; None before the first."""
+    return _last
+
+
 @contextlib.contextmanager
-def compress_activations() -> Iterator[SavedActivations]:
+def compress_activations(*, profile: bool = False) -> Iterator[SavedActivations]:
     """Compress, losslessly, what autograd saves within the block; backward may run after it.
 
     BF16, FP16 and FP32 tensors go through the codec (FP32 that was cast from BF16 as BF16), masks
     become bits. Left as they are: parameters and their views, other leaves that require gradients,
-    tensor subclasses, integers, what is small (``SAVE_RULES``), and what is saved while a backward
-    runs. Gives a ``SavedActivations`` with counts and bytes.
+    tensor subclasses, integers, what is small (``SAVE_RULES``), the probabilities that cross
+    entropy saves, and what is saved while a backward runs. Gives a ``SavedActivations``: counts and
+    bytes, by line of the model too (``sites``); ``lct.stats()["activations"]`` has those of the
+    last block. ``profile``: also time encodes and decodes, waiting for the device around each.
 
     A saved tensor that is changed in place before backward raises autograd's error, as without
     LCT. A change that torch does not see (through ``.data``, or by a kernel of one's own) is not
@@ -327,7 +556,9 @@ def compress_activations() -> Iterator[SavedActivations]:
         _check_outer(outer[0])
     saved = getattr(outer[0], "__self__", None) if outer is not None else None
     if not isinstance(saved, SavedActivations):
-        saved = SavedActivations()
+        saved = SavedActivations(profile)
+    global _last
+    _last = saved
     with saved_tensors_hooks(saved.pack, _unpack):
         yield saved
 

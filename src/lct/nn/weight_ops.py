@@ -24,9 +24,11 @@ _DTYPES = {getattr(torch, name) for name in DTYPES}
 
 
 def _stand_in(weight: CompressedWeight) -> torch.Tensor:
-    """A meta tensor with the geometry of ``weight``: metadata without values."""
-    values = weight.compressed.dense_nbytes // weight.element_size()
-    base = torch.empty(values, dtype=weight.dtype, device="meta")
+    """A meta tensor with the geometry of ``weight``: metadata without values.
+
+    Its storage has no bytes, so that it counts for nothing where tensors are on ``meta`` too.
+    """
+    base = torch.empty(0, dtype=weight.dtype, device="meta")
     return base.as_strided(weight.shape, weight.stride(), weight.storage_offset())
 
 
@@ -236,6 +238,13 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     root = target.compressed if isinstance(target, CompressedWeight) else None
     if root is None or target.dtype != root.dtype or target.numel() != root.numel():
         return _run_dense(func, args, kwargs, writes=((0, "self"),))
+    if (target._whole and isinstance(source, CompressedWeight) and source._whole) and (
+        source.shape,
+        source.dtype,
+    ) == (target.shape, target.dtype):
+        root.copy_(source.compressed)
+        count_write(root)
+        return target
     dense = source.dense() if isinstance(source, CompressedWeight) else source
     if target._whole:
         dense = dense.to(device=target.device, dtype=target.dtype).expand(target.shape)

@@ -55,14 +55,13 @@ class Adam(CompressedState, torch.optim.Adam):
             _check_options(group)
         super().load_state_dict(state_dict)
 
-    def _plan(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor], Rounding]:
+    def _check(self, group: dict[str, Any], params: list[torch.Tensor]) -> Rounding:
         _check_options(group)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{type(self).__name__}.step must not run while a CUDA graph is captured: its step "
                 "count lives on the CPU (capturable=False)"
             )
-        params = [p for p in group["params"] if p.grad is not None]
         for param in params:
             assert param.grad is not None
             if param.grad.layout != torch.strided:
@@ -90,7 +89,7 @@ class Adam(CompressedState, torch.optim.Adam):
                 "lr and betas must be numbers in torch's foreach implementation, got "
                 f"lr={group['lr']}, betas={group['betas']}; foreach=False takes tensors"
             )
-        return group, params, rounding
+        return rounding
 
     def _step_group(
         self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding

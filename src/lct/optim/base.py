@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from ..tensor import CompressedTensor, encode, relieve_arena
 
 Rounding = Literal["single", "foreach", "fused"]
 _DTYPES = {getattr(torch, name) for name in DTYPES}
-_DENSE_TYPES = (torch.Tensor, torch.nn.Parameter)
+_STEPPED_TYPES = (torch.Tensor, torch.nn.Parameter, CompressedWeight)
 
 Closure = Callable[[], Any]
 
@@ -28,7 +28,7 @@ def has_compressible_state(param: torch.Tensor) -> bool:
         param.dim() >= 2
         and param.dtype in _DTYPES
         and param.device.type in SUPPORTED_DEVICES
-        and type(param) in (*_DENSE_TYPES, CompressedWeight)
+        and type(param) in _STEPPED_TYPES
     )
 
 
@@ -78,8 +78,7 @@ def choose_rounding(
     """The implementation that torch would take if ``params`` were dense."""
     if foreach is None and fused is None:
         devices = _get_foreach_kernels_supported_devices()
-        types = (*_DENSE_TYPES, CompressedWeight)
-        foreach = all(type(p) in types and p.device.type in devices for p in params)
+        foreach = all(type(p) in _STEPPED_TYPES and p.device.type in devices for p in params)
     if foreach:
         return "foreach"
     return "fused" if fused else "single"
@@ -103,20 +102,44 @@ class CompressedState(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, params, rounding in [self._plan(group) for group in self.param_groups]:
-            self._step_group(group, params, rounding)
-            for device in {param.device for param in params}:
-                relieve_arena(device)
+        # Every attribute of a compressed weight would go through its __torch_function__.
+        with torch._C.DisableTorchFunctionSubclass():
+            plans = []
+            for group in self.param_groups:
+                params = [p for p in group["params"] if p.grad is not None]
+                plans.append((group, params, self._check(group, params)))
+            for group, params, rounding in plans:
+                self._step_group(group, params, rounding)
+                for device in {param.device for param in params}:
+                    relieve_arena(device, self._payloads)
         return loss
 
-    def _plan(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor], Rounding]:
-        """The group, its parameters with gradients and the rounding to equal; raises refusals."""
+    def step_param(self, group: dict[str, Any], param: torch.Tensor) -> None:
+        """Step ``param`` of ``group`` alone: a ``step()`` in which no other has a gradient, without
+        the hooks that torch puts around it.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._step_group(group, [param], self._check(group, [param]))
+            relieve_arena(param.device, self._payloads)
+
+    def _payloads(self) -> Iterator[CompressedTensor]:
+        """The compressed weights and state that this optimizer steps."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                held = self.state.get(param, {}).values()
+                own = (param.compressed,) if isinstance(param, CompressedWeight) else ()
+                yield from (v for v in (*own, *held) if isinstance(v, CompressedTensor))
+
+    def _check(self, group: dict[str, Any], params: list[torch.Tensor]) -> Rounding:
+        """The rounding to equal when ``params``, which have gradients, are stepped; raises
+        refusals.
+        """
         raise NotImplementedError
 
     def _step_group(
         self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
     ) -> None:
-        """Step ``params``, which ``_plan`` has admitted."""
+        """Step ``params``, which ``_check`` has admitted."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
+
+from ..nn.untraced import untraced
+from .base import CompressedState
 
 
 class StepInBackward:
@@ -19,8 +24,8 @@ class StepInBackward:
         self._lock = threading.Lock()  # backward runs a thread a device
         self._accumulating = False
         self._handles: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(self._step)
-            for group in optimizer.param_groups
+            param.register_post_accumulate_grad_hook(partial(self._step, number))
+            for number, group in enumerate(optimizer.param_groups)
             for param in group["params"]
         ]
 
@@ -44,12 +49,22 @@ class StepInBackward:
             handle.remove()
         self._handles.clear()
 
-    def _step(self, param: torch.Tensor) -> None:
+    @untraced
+    def _step(self, group: int, param: torch.Tensor) -> None:
         if self._accumulating:
             return
-        with self._lock, _only(self._optimizer, param):
-            self._optimizer.step()
-        param.grad = None
+        optimizer = self._optimizer
+        with self._lock:
+            if isinstance(optimizer, CompressedState) and not _is_watched(optimizer):
+                # By number: load_state_dict makes new groups.
+                optimizer.step_param(optimizer.param_groups[group], param)
+                # What torch's schedulers look at to warn of a step that never was.
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+            else:
+                with _only(optimizer, group, param):
+                    optimizer.step()
+        with torch._C.DisableTorchFunctionSubclass():
+            param.grad = None
 
 
 def step_in_backward(
@@ -62,7 +77,9 @@ def step_in_backward(
     independently of one another (all of torch's but LBFGS). The bits are those of an optimizer
     for each parameter by itself. ``optimizer.step()`` and ``zero_grad()`` may stay in the loop:
     there is nothing left to do for them. Learning-rate schedulers and ``state_dict`` work as
-    usual. Gradients add up over several backward passes within ``accumulate()``.
+    usual. Gradients add up over several backward passes within ``accumulate()``. The parameters'
+    hooks keep the optimizer alive, and it them: call ``remove()`` on what is returned where a model
+    is to be freed before the process ends.
 
     ValueError for ``max_norm``: clipping by the norm of all gradients needs them all before the
     first parameter is stepped. TypeError for anything but an optimizer; ValueError for parameters
@@ -89,14 +106,29 @@ def step_in_backward(
     return StepInBackward(optimizer)
 
 
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks, or a ``step`` that somebody put in place of the class's, want to see steps."""
+    own = optimizer.__dict__.get("step")
+    return bool(
+        (own is not None and not getattr(own, "_wrapped_by_lr_sched", False))
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
+
+
 @contextmanager
-def _only(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[None]:
-    """``param`` is the one parameter of ``optimizer``; hooks and schedulers see its own step."""
+def _only(optimizer: torch.optim.Optimizer, number: int, param: torch.Tensor) -> Iterator[None]:
+    """``param``, of group ``number``, is the one parameter of ``optimizer``: hooks and schedulers
+    see its own step.
+    """
     groups: list[dict[str, Any]] = optimizer.param_groups
     kept = [group["params"] for group in groups]
     try:
-        for group, params in zip(groups, kept, strict=True):
-            group["params"] = [param] if any(p is param for p in params) else []
+        for group in groups:
+            group["params"] = []
+        groups[number]["params"] = [param]
         yield
     finally:
         for group, params in zip(groups, kept, strict=True):

@@ -27,8 +27,7 @@ class Muon(CompressedState, torch.optim.Muon):
     part. RuntimeError for gradients that are sparse, and for complex parameters.
     """
 
-    def _plan(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor], Rounding]:
-        params = [p for p in group["params"] if p.grad is not None]
+    def _check(self, group: dict[str, Any], params: list[torch.Tensor]) -> Rounding:
         for param in params:
             assert param.grad is not None
             if param.grad.is_sparse or param.is_complex():
@@ -36,7 +35,7 @@ class Muon(CompressedState, torch.optim.Muon):
                     "Muon takes dense gradients of real parameters, got a gradient of layout "
                     f"{param.grad.layout} and dtype {param.grad.dtype}"
                 )
-        return group, params, "single"
+        return "single"
 
     def _step_group(
         self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT, _device_dtype_check_for_fused
@@ -13,7 +11,7 @@ from torch.optim.sgd import sgd
 
 from ..nn.compressed_weight import CompressedWeight
 from ..nn.handles import count_write
-from ..tensor import CompressedTensor, sgd_all_
+from ..tensor import CompressedTensor, relieve_arena, sgd_all_
 from .base import (
     CompressedState,
     Rounding,
@@ -25,8 +23,7 @@ from .base import (
 )
 
 
-@dataclass(frozen=True)
-class SgdUpdate:
+class SgdUpdate(NamedTuple):
     """Everything but the tensors of one parameter that a step depends on.
 
     ``rounding``: which of torch's implementations to equal. ``mixed``: other parameters of its
@@ -92,8 +89,7 @@ class SGD(CompressedState, torch.optim.SGD):
             fused=fused,
         )
 
-    def _plan(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor], Rounding]:
-        params = [p for p in group["params"] if p.grad is not None]
+    def _check(self, group: dict[str, Any], params: list[torch.Tensor]) -> Rounding:
         for param in params:
             if isinstance(param, CompressedWeight) and _is_sparse(param):
                 raise RuntimeError(
@@ -102,23 +98,26 @@ class SGD(CompressedState, torch.optim.SGD):
                 )
             if group["fused"]:
                 _device_dtype_check_for_fused(param)
-        return group, params, choose_rounding(params, group["foreach"], group["fused"])
+        return choose_rounding(params, group["foreach"], group["fused"])
 
-    def _step_group(
-        self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
-    ) -> None:
-        momentum = group["momentum"]
-        without: set[Any] = set()
-        having: set[Any] = set()
-        if momentum != 0:
-            for param in params:
-                empty = self.state[param].get("momentum_buffer") is None
-                (without if empty else having).add((param.device, param.dtype))
-        mixed_kinds = without & having
+    def step_param(self, group: dict[str, Any], param: torch.Tensor) -> None:
+        """Step ``param`` of ``group`` alone: in little host time where the kernel takes it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            held = self.state.get(param)
+            buffer = held.get("momentum_buffer") if held and group["momentum"] != 0 else None
+            if isinstance(buffer, CompressedTensor):
+                update = self._update(group, self._check(group, [param]))
+                payload = _payload_for_kernel(param, buffer, update)
+                if payload is not None:
+                    _step_payloads([payload], update)
+                    relieve_arena(param.device, self._payloads)
+                    return
+        super().step_param(group, param)
 
-        update = SgdUpdate(
+    def _update(self, group: dict[str, Any], rounding: Rounding) -> SgdUpdate:
+        return SgdUpdate(
             lr=group["lr"],
-            momentum=momentum,
+            momentum=group["momentum"],
             dampening=group["dampening"],
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
@@ -127,25 +126,41 @@ class SGD(CompressedState, torch.optim.SGD):
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
         )
-        updates = {False: update, True: dataclasses.replace(update, mixed=True)}
+
+    def _step_group(
+        self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
+    ) -> None:
+        momentum = group["momentum"]
+        without: set[Any] = set()
+        having: set[Any] = set()
+        if momentum != 0 and len(params) > 1:
+            for param in params:
+                empty = self.state[param].get("momentum_buffer") is None
+                (without if empty else having).add((param.device, param.dtype))
+        mixed_kinds = without & having
+
+        update = self._update(group, rounding)
+        updates = {False: update}
+        if mixed_kinds:
+            updates[True] = update._replace(mixed=True)
         dense: dict[bool, list[torch.Tensor]] = {}
-        payloads: dict[torch.device, list[CompressedWeight]] = {}
+        payloads: dict[torch.device, list[_Payload]] = {}
         for param in params:
-            mixed = (param.device, param.dtype) in mixed_kinds
+            mixed = bool(mixed_kinds) and (param.device, param.dtype) in mixed_kinds
             state = self.state[param] if momentum != 0 else {}
+            payload = _payload_for_kernel(param, state.get("momentum_buffer"), updates[mixed])
+            if payload is not None:
+                payloads.setdefault(param.device, []).append(payload)
+                continue
             has_state = momentum != 0 and has_compressible_state(param) and not _is_sparse(param)
-            if _takes_kernel(param, state.get("momentum_buffer"), updates[mixed]):
-                assert isinstance(param, CompressedWeight)
-                payloads.setdefault(param.device, []).append(param)
-            elif isinstance(param, CompressedWeight) or has_state:
+            if isinstance(param, CompressedWeight) or has_state:
                 buffer = _decode_step_encode(param, state.get("momentum_buffer"), updates[mixed])
                 if momentum != 0:
                     state["momentum_buffer"] = buffer
             else:
                 dense.setdefault(mixed, []).append(param)
-        for weights in payloads.values():
-            buffers = [self.state[weight]["momentum_buffer"] for weight in weights]
-            _step_payloads(weights, buffers, update)
+        for many in payloads.values():
+            _step_payloads(many, update)
         for mixed, plain in dense.items():
             states = [self.state[p] if momentum != 0 else {} for p in plain]
             buffers = [state.get("momentum_buffer") for state in states]
@@ -160,15 +175,18 @@ def _is_sparse(param: torch.Tensor) -> bool:
     return param.grad is not None and param.grad.is_sparse
 
 
-def _step_payloads(
-    weights: list[CompressedWeight], buffers: list[CompressedTensor], update: SgdUpdate
-) -> None:
-    """Step payloads with the kernel, which ``_takes_kernel`` has said it takes."""
-    grads = [grad_of_payload(weight) for weight in weights]
-    assert all(grad is not None for grad in grads)
+class _Payload(NamedTuple):
+    """What the kernel steps."""
+
+    weight: CompressedWeight
+    buffer: CompressedTensor
+    grad: torch.Tensor
+
+
+def _step_payloads(payloads: list[_Payload], update: SgdUpdate) -> None:
     sgd_all_(
-        [(weight.compressed, buffer) for weight, buffer in zip(weights, buffers, strict=True)],
-        grads,  # type: ignore[arg-type]
+        [(payload.weight.compressed, payload.buffer) for payload in payloads],
+        [payload.grad for payload in payloads],
         lr=update.lr,
         momentum=update.momentum,
         dampening=update.dampening,
@@ -179,24 +197,26 @@ def _step_payloads(
         grad_scale=update.grad_scale,
         found_inf=update.found_inf,
     )
-    for weight in weights:
-        torch.autograd.graph.increment_version(weight)
-        count_write(weight.compressed)
+    for payload in payloads:
+        torch.autograd.graph.increment_version(payload.weight)
+        count_write(payload.weight.compressed)
 
 
-def _takes_kernel(
+def _payload_for_kernel(
     param: torch.Tensor, buffer: torch.Tensor | CompressedTensor | None, update: SgdUpdate
-) -> bool:
-    """Whether one kernel can step the payloads: BF16 on CUDA, from the second step on."""
-    return (
-        isinstance(param, CompressedWeight)
-        and isinstance(buffer, CompressedTensor)
-        and not update.mixed
-        and not isinstance(update.lr, torch.Tensor)
-        and (update.grad_scale is None or update.rounding == "fused")
-        and param.compressed.can_step_fused(buffer)
-        and grad_of_payload(param) is not None
-    )
+) -> _Payload | None:
+    """What the kernel takes: BF16 on CUDA, from the second step on. None where it does not."""
+    if (
+        not isinstance(param, CompressedWeight)
+        or not isinstance(buffer, CompressedTensor)
+        or update.mixed
+        or isinstance(update.lr, torch.Tensor)
+        or (update.grad_scale is not None and update.rounding != "fused")
+        or not param.compressed.can_step_fused(buffer)
+    ):
+        return None
+    grad = grad_of_payload(param)
+    return None if grad is None else _Payload(param, buffer, grad)
 
 
 def _decode_step_encode(

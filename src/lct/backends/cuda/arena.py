@@ -33,7 +33,7 @@ _CONTROL_BYTES = 64
 _BITMAP_BYTES = MAX_CHUNKS // 8
 _FAILED_OFFSET = 4  # of failed_groups in the control block
 _SEGMENTS_BYTES = MAX_CHUNKS // SEGMENT_CHUNKS * 8
-# The counters are copied to the host every this many launches: about 12 us of host time each.
+# The counters are copied to the host every this many launches.
 _CHECKPOINT_LAUNCHES = 16
 # The serial numbers of the chunks' owners stand behind the chunks (chunk_owner in arena.cuh).
 SEGMENT_BYTES = SEGMENT_CHUNKS * (CHUNK_BYTES + 4)
@@ -50,17 +50,55 @@ class Counters:
     taken_total: int
 
 
+class _Snapshot:
+    """The counters at a point of a stream, copied to the host; used again and again.
+
+    Through the driver: torch's copy and event cost several times the host time, and a large step
+    in backward takes one for every launch or two.
+    """
+
+    def __init__(self) -> None:
+        self._pinned = torch.empty(4, dtype=torch.int32, pin_memory=True)
+        self._values = self._pinned.numpy()
+        flags = jit.driver().CUevent_flags.CU_EVENT_DISABLE_TIMING
+        error, self._event = jit.driver().cuEventCreate(flags)
+        jit.check(error)
+
+    def take(self, control: int, stream: int) -> None:
+        """Copy the head of the control block when ``stream`` comes to it."""
+        driver = jit.driver()
+        jit.check(driver.cuMemcpyDtoHAsync(self._values.ctypes.data, control, 16, stream)[0])
+        jit.check(driver.cuEventRecord(self._event, stream)[0])
+
+    def is_done(self) -> bool:
+        """Whether the copy has been made."""
+        driver = jit.driver()
+        (error,) = driver.cuEventQuery(self._event)
+        if error == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        jit.check(error)
+        return True
+
+    def wait(self) -> None:
+        """Wait for the copy on the host."""
+        jit.check(jit.driver().cuEventSynchronize(self._event)[0])
+
+    def wait_on(self, stream: int) -> None:
+        """Let what follows on ``stream`` wait for the copy."""
+        jit.check(jit.driver().cuStreamWaitEvent(stream, self._event, 0)[0])
+
+    def counters(self) -> Counters:
+        """What was copied."""
+        free, failed, taken = self._values[:3].tolist()
+        return Counters(free, failed & 0xFFFFFFFF, taken & 0xFFFFFFFF)
+
+
 @dataclass
 class _Checkpoint:
-    event: torch.cuda.Event
-    pinned: torch.Tensor
+    snapshot: _Snapshot
     debited: int  # worst-case chunks of the launches since the checkpoint before
     sequence: int  # number of the last launch that it covers
     total_chunks: int  # of the arena then
-
-    def counters(self) -> Counters:
-        free, failed, taken = (int(v) for v in self.pinned[:3])
-        return Counters(free, failed & 0xFFFFFFFF, taken & 0xFFFFFFFF)
 
 
 class Arena:
@@ -91,7 +129,7 @@ class Arena:
         self._sequence = 0
         self._checkpoints: deque[_Checkpoint] = deque()
         self._stream: int | None = None
-        self._spare: list[torch.Tensor] = []
+        self._spare: list[_Snapshot] = []
         self._serial = 0
         self._gone: deque[tuple[int, int]] = deque()
 
@@ -141,6 +179,7 @@ class Arena:
             or self._uncovered * 4 > self._known.free_chunks
         ):
             with self._lock:
+                self._poll()
                 self._checkpoint()
 
     def new_serial(self) -> int:
@@ -175,7 +214,8 @@ class Arena:
                 args = jit.Args(dense=gone.data_ptr(), arena=self.pointer, capacity=len(serials))
                 args.end_group = self.total_chunks
                 kernel = jit.load("sweep_chunks", PRESETS["pooled"], _BF16, self.device)
-                jit.launch(kernel, args, -(-self.total_chunks // (kernel.warps * 32)), 0, stream)
+                blocks = jit.ceil_div(self.total_chunks, kernel.warps * 32)
+                jit.Call(kernel, args, blocks, kernel.warps).launch(stream)
             # So that a checkpoint follows and the host hears of free chunks.
             self._launches_since += 1
             self._sequence += 1
@@ -199,7 +239,7 @@ class Arena:
             return
         self._checkpoint()
         while self._checkpoints and self._in_flight() + chunks > self._known.free_chunks:
-            self._checkpoints[0].event.synchronize()
+            self._checkpoints[0].snapshot.wait()
             self._poll()
         missing = self._in_flight() + chunks - self._known.free_chunks
         if missing > 0:
@@ -226,7 +266,7 @@ class Arena:
             args.first_group, args.end_group = len(self.segments), SEGMENT_CHUNKS
             kernel = jit.load("grow_arena", PRESETS["pooled"], _BF16, self.device)
             stream = self._stream if self._stream is not None else self._current_stream()
-            jit.launch(kernel, args, 1, 0, stream)
+            jit.Call(kernel, args, 1, kernel.warps).launch(stream)
             self.segments.append(segment)
             self._known.free_chunks += SEGMENT_CHUNKS
 
@@ -240,9 +280,18 @@ class Arena:
                 self._grow(missing)
 
     def known_used_chunks(self) -> int:
-        """Chunks in use as the host last heard; does not wait."""
-        self._poll()
+        """Chunks in use as the host last heard: at most some launches ago. Asks nothing."""
         return self.total_chunks - self._known.free_chunks
+
+    def settle(self) -> int:
+        """Give back the chunks of payloads that are gone; chunks in use then. Synchronises."""
+        with self._lock:
+            self.collect()
+            self._checkpoint()
+            if self._checkpoints:
+                self._checkpoints[-1].snapshot.wait()
+                self._poll()
+            return self.known_used_chunks()
 
     def check(self) -> None:
         """Raise ArenaExhaustedError if a captured launch found no room. Synchronises."""
@@ -263,30 +312,22 @@ class Arena:
     def _checkpoint(self) -> None:
         if not self._launches_since or self._stream is None:
             return
-        stream = self._torch_stream(self._stream)
-        with torch.cuda.stream(stream):
-            pinned = (
-                self._spare.pop()
-                if self._spare
-                else torch.empty(4, dtype=torch.int32, pin_memory=True)
-            )
-            pinned.copy_(self._control[:16].view(torch.int32), non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
+        snapshot = self._spare.pop() if self._spare else _Snapshot()
+        snapshot.take(self.pointer, self._stream)
         self._checkpoints.append(
-            _Checkpoint(event, pinned, self._uncovered, self._sequence, self.total_chunks)
+            _Checkpoint(snapshot, self._uncovered, self._sequence, self.total_chunks)
         )
         self._debited += self._uncovered
         self._uncovered = self._launches_since = 0
 
     def _poll(self) -> None:
         with self._lock:
-            while self._checkpoints and self._checkpoints[0].event.query():
+            while self._checkpoints and self._checkpoints[0].snapshot.is_done():
                 done = self._checkpoints.popleft()
                 self._debited -= done.debited
-                self._known = done.counters()
+                self._known = done.snapshot.counters()
                 self._known.free_chunks += self.total_chunks - done.total_chunks
-                self._spare.append(done.pinned)
+                self._spare.append(done.snapshot)
                 if not self._known.taken_total:
                     while self._gone and self._gone[0][1] <= done.sequence:
                         self._gone.popleft()
@@ -295,7 +336,7 @@ class Arena:
         """Order the arena's launches across streams: one set of counters describes them all."""
         self._checkpoint()
         if self._checkpoints:
-            self._torch_stream(stream).wait_event(self._checkpoints[-1].event)
+            self._checkpoints[-1].snapshot.wait_on(stream)
 
     def _torch_stream(self, stream: int) -> Any:
         if not stream:

@@ -5,11 +5,10 @@ Tensors are dense, contiguous and on one CUDA device; launches go to torch's cur
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -38,21 +37,10 @@ NO_BOOK = 0xFFFFFFFF
 CAPTURED = 1 << 62  # launch number of captured launches: the host never learns that they are done
 ENCODE_TABLE_BYTES = (jit.ENCODE_PAIRS_WORDS + jit.ENCODE_WORDS) * WORD_BYTES
 DECODE_TABLE_BYTES = (jit.PAIRS_WORDS + jit.SINGLES_WORDS) * WORD_BYTES
-_RAW_STREAM = (
-    torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
-)
-
-
-def current_stream(device: int) -> int:
-    """Torch's current stream on ``device``, as the driver's handle. Asked for at each call."""
-    return _RAW_STREAM(device) if _RAW_STREAM else torch.cuda.current_stream(device).cuda_stream
-
-
-def on_device(device: int) -> Any:
-    """Context in which ``device`` is current; free where it is already."""
-    if torch.cuda.current_device() == device:
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
+# Torch's own, without what its Python functions check at each call. CPU builds lack them.
+# current_stream(device): torch's current stream there, as the driver's handle.
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def template(layout: PayloadLayout) -> jit.Args:
@@ -118,6 +106,90 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+class SharedMemory(NamedTuple):
+    """Bytes of dynamic shared memory: a block's tables, and what each of its warps has."""
+
+    tables: int
+    warp: int
+
+
+def ready(layout: PayloadLayout, key: Any) -> list[Any]:
+    """The calls that stand ready for ``layout`` and ``key`` (what for, on which device).
+
+    Whoever launches one takes it out and puts it back after: its arguments are read in place, and
+    several threads may work on tensors of one layout.
+    """
+    pools = layout.__dict__.get("_cuda_ready")
+    if pools is None:
+        pools = layout.__dict__.setdefault("_cuda_ready", {})
+    pool = pools.get(key)
+    return pools.setdefault(key, []) if pool is None else pool
+
+
+def take(pool: list[Any]) -> Any:
+    """A call out of ``pool``, or None."""
+    try:
+        return pool.pop()
+    except IndexError:
+        return None
+
+
+class _EncodeCall:
+    """Launches that encode tensors of one layout on one device; ``search`` where a book is chosen.
+
+    Both read ``args``.
+    """
+
+    __slots__ = ("args", "code", "kernel", "memory", "search", "worst_chunks")
+
+    def __init__(
+        self, layout: PayloadLayout, device: int, candidates: tuple[int, ...], shift: int = 0
+    ) -> None:
+        preset, dtype = layout.preset, layout.dtype
+        self.args = args = jit.Args.from_buffer_copy(template(layout))
+        args.tables = jit.device_tables(device).data_ptr()
+        args.arena = arenas.of(device).pointer
+        self.search: jit.Call | None = None
+        if len(candidates) == 1 and (preset.pooled or shift):
+            args.book = candidates[0]
+            args.header[0] |= candidates[0] << 24
+            args.header[1] |= shift
+        else:
+            args.candidates = candidates_mask(candidates)
+            select = jit.load("select_book", preset, dtype, device)
+            self.search = jit.Call(select, args, 1, select.warps)
+        entry = "pooled_encode" if preset.pooled else "fixed_encode"
+        self.kernel = jit.load(entry, preset, dtype, device)
+        words = layout.capacity_words * (1 if preset.pooled else LANES)
+        self.memory = SharedMemory(ENCODE_TABLE_BYTES, words * WORD_BYTES)
+        self.code = call_over_groups(self.kernel, args, [args], self.memory)
+        self.worst_chunks = layout.num_groups * layout.chunks_per_group
+
+    def launch(self, layout: PayloadLayout, held: Lease, stream: int) -> None:
+        """Launch with what ``args`` says of the tensor and its payload."""
+        if self.search is not None:
+            self.search.launch(stream)
+        arena = held.arena
+        if self.worst_chunks > arena.limit_chunks or is_capturing():
+            launch_with_credit(
+                self.kernel,
+                self.args,
+                [[self.args]],
+                arena,
+                [held],
+                layout.chunks_per_group,
+                self.memory,
+                stream,
+            )
+            # As they were, for the next tensor.
+            self.args.first_group, self.args.end_group = 0, layout.num_groups
+            self.args.reserve = 0
+            return
+        held.last = arena.admit(self.worst_chunks, stream)
+        self.code.launch(stream)
+        arena.launched()
+
+
 def encode(
     dense: torch.Tensor,
     layout: PayloadLayout,
@@ -130,61 +202,46 @@ def encode(
 
     Does not wait for the device. One candidate (fixed presets: and a ``shift``) needs no sample.
     """
-    device = dense.device.index
-    with on_device(device):
-        # A wide group's chunks are not reused in place, so an upcast payload is always a new one.
-        if into is None or layout.dtype is UPCAST:
-            payload = torch.empty(layout.size_bytes, dtype=torch.uint8, device=dense.device)
-            held = Lease(device)
-            fresh = 1
-        else:
-            payload, held, fresh = into.payload, into.spill, 0
-        if layout.is_raw:
-            header = np.frombuffer(layout.pack_header(0, 0), np.uint8)
-            payload[:HEADER_BYTES].copy_(torch.from_numpy(header.copy()), non_blocking=True)
-            payload[HEADER_BYTES:].copy_(dense.reshape(-1).view(torch.uint8))
-            return payload, held
-        dense = aligned(dense)
-        args = jit.Args.from_buffer_copy(template(layout))
-        args.payload, args.dense = payload.data_ptr(), dense.data_ptr()
-        args.tables = jit.device_tables(device).data_ptr()
-        args.fresh = fresh
-        args.arena, args.serial = held.arena.pointer, held.serial
-        stream = current_stream(device)
-        preset, dtype = layout.preset, layout.dtype
-        if len(candidates) == 1 and (preset.pooled or shift):
-            args.book = candidates[0]
-            args.header[0] |= candidates[0] << 24
-            args.header[1] |= shift
-        else:
-            args.candidates = candidates_mask(candidates)
-            jit.launch(jit.load("select_book", preset, dtype, device), args, 1, 0, stream)
-        entry = "pooled_encode" if preset.pooled else "fixed_encode"
-        kernel = jit.load(entry, preset, dtype, device)
-        words = layout.capacity_words * (1 if preset.pooled else LANES)
-        memory = SharedMemory(ENCODE_TABLE_BYTES, words * WORD_BYTES)
-        launch_with_credit(
-            kernel, args, [[args]], held.arena, [held], layout.chunks_per_group, memory, stream
-        )
+    device = dense.get_device()
+    if current_device() != device:
+        with torch.cuda.device(device):
+            return encode(dense, layout, candidates, into, shift=shift)
+    # A wide group's chunks are not reused in place, so an upcast payload is always a new one.
+    if into is None or layout.dtype is UPCAST:
+        payload = torch.empty(layout.size_bytes, dtype=torch.uint8, device=dense.device)
+        held = Lease(device)
+        fresh = 1
+    else:
+        payload, held, fresh = into.payload, into.spill, 0
+    if layout.is_raw:
+        header = np.frombuffer(layout.pack_header(0, 0), np.uint8)
+        payload[:HEADER_BYTES].copy_(torch.from_numpy(header.copy()), non_blocking=True)
+        payload[HEADER_BYTES:].copy_(dense.reshape(-1).view(torch.uint8))
+        return payload, held
+    dense = aligned(dense)
+    pool = ready(layout, (device, candidates, shift))
+    call = take(pool) or _EncodeCall(layout, device, candidates, shift)
+    args = call.args
+    args.payload, args.dense = payload.data_ptr(), dense.data_ptr()
+    args.fresh, args.serial = fresh, held.serial
+    call.launch(layout, held, current_stream(device))
+    pool.append(call)
     return payload, held
 
 
-class SharedMemory(NamedTuple):
-    """Bytes of dynamic shared memory: a block's tables, and what each of its warps has."""
-
-    tables: int
-    warp: int
+def is_capturing() -> bool:
+    """Whether torch's current stream is being captured into a graph."""
+    return torch.cuda.is_current_stream_capturing()
 
 
-def launch_groups(
+def call_over_groups(
     kernel: jit.Loaded,
     args: ctypes.Structure,
     groups: Sequence[jit.Args],
     memory: SharedMemory,
-    stream: int,
     first_blocks: Any = None,
-) -> None:
-    """Launch over the groups that each of ``groups``, parts of ``args``, names.
+) -> jit.Call:
+    """The call over the groups that each of ``groups``, parts of ``args``, names.
 
     ``first_blocks``: the part of ``args`` that says which block is the first of which, where the
     kernel takes several (struct StepList in step.cuh).
@@ -195,8 +252,7 @@ def launch_groups(
     ends = list(itertools.accumulate(jit.ceil_div(count, warps) for count in counts))
     if first_blocks is not None:
         first_blocks[: len(ends) + 1] = [0, *ends]
-    shared_bytes = memory.tables + warps * memory.warp
-    jit.launch(kernel, args, ends[-1], shared_bytes, stream, warps=warps)
+    return jit.Call(kernel, args, ends[-1], warps, memory.tables + warps * memory.warp)
 
 
 def launch_with_credit(
@@ -216,7 +272,7 @@ def launch_with_credit(
     launch takes. ``worst_chunks`` a group.
     """
     groups = [tensor[0] for tensor in parts]
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         if not arena.total_chunks:
             raise ArenaExhaustedError(
                 "the arena must hold chunks before a graph is captured: run the code once before "
@@ -227,7 +283,7 @@ def launch_with_credit(
                 part.reserve = 1
         for held in leases:
             held.note(CAPTURED)
-        launch_groups(kernel, args, groups, memory, stream, first_blocks)
+        call_over_groups(kernel, args, groups, memory, first_blocks).launch(stream)
         return
     count = sum(part.num_groups for part in groups)
     piece = count
@@ -240,30 +296,39 @@ def launch_with_credit(
             held.note(sequence)
         if len(groups) == 1:
             groups[0].first_group, groups[0].end_group = first, end
-        launch_groups(kernel, args, groups, memory, stream, first_blocks)
+        call_over_groups(kernel, args, groups, memory, first_blocks).launch(stream)
         arena.launched()
+
+
+def _decode_call(layout: PayloadLayout, device: int) -> jit.Call:
+    args = jit.Args.from_buffer_copy(template(layout))
+    args.tables = jit.device_tables(device).data_ptr()
+    args.arena = arenas.of(device).pointer
+    pooled = layout.preset.pooled
+    table_words = jit.SINGLES_WORDS + (jit.PAIRS_WORDS if pooled else 0)
+    entry = "pooled_decode" if pooled else "fixed_decode"
+    kernel = jit.load(entry, layout.preset, layout.dtype, device)
+    words = layout.capacity_words * (1 if pooled else LANES)
+    memory = SharedMemory(table_words * WORD_BYTES, words * WORD_BYTES)
+    return call_over_groups(kernel, args, [args], memory)
 
 
 def decode(payload: torch.Tensor, layout: PayloadLayout, out: torch.Tensor) -> torch.Tensor:
     """Decode into ``out`` (contiguous); returns it. Does not wait for the device."""
+    device = payload.get_device()
+    if current_device() != device:
+        with torch.cuda.device(device):
+            return decode(payload, layout, out)
     if layout.is_raw:
         return out.copy_(payload[HEADER_BYTES:].view(out.dtype).view(out.shape))
-    device = payload.device.index
-    with on_device(device):
-        target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
-        args = jit.Args.from_buffer_copy(template(layout))
-        args.payload, args.dense = payload.data_ptr(), target.data_ptr()
-        args.tables = jit.device_tables(device).data_ptr()
-        args.arena = arenas.of(device).pointer
-        pooled = layout.preset.pooled
-        table_words = jit.SINGLES_WORDS + (jit.PAIRS_WORDS if pooled else 0)
-        entry = "pooled_decode" if pooled else "fixed_decode"
-        kernel = jit.load(entry, layout.preset, layout.dtype, device)
-        words = layout.capacity_words * (1 if pooled else LANES)
-        memory = SharedMemory(table_words * WORD_BYTES, words * WORD_BYTES)
-        launch_groups(kernel, args, [args], memory, current_stream(device))
-        if target is not out:
-            out.copy_(target)
+    target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
+    pool = ready(layout, device)
+    call = take(pool) or _decode_call(layout, device)
+    call.args.payload, call.args.dense = payload.data_ptr(), target.data_ptr()
+    call.launch(current_stream(device))
+    pool.append(call)
+    if target is not out:
+        out.copy_(target)
     return out
 
 
@@ -271,8 +336,27 @@ def group_needs(
     dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]
 ) -> np.ndarray:
     """Words that each pooled group needs, int32 (num_groups,). Synchronises."""
-    device = dense.device.index
-    with on_device(device):
+    return _launch_needs(dense, layout, candidates).cpu().numpy()
+
+
+def group_needs_later(
+    dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]
+) -> Callable[[], np.ndarray | None]:
+    """``group_needs`` as a call that gives None until the device is done. Does not wait."""
+    needs = _launch_needs(dense, layout, candidates)
+    with torch.cuda.device(dense.get_device()):
+        host = torch.empty(needs.shape, dtype=needs.dtype, pin_memory=True)
+        host.copy_(needs, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return lambda: host.numpy() if event.query() else None
+
+
+def _launch_needs(
+    dense: torch.Tensor, layout: PayloadLayout, candidates: tuple[int, ...]
+) -> torch.Tensor:
+    device = dense.get_device()
+    with torch.cuda.device(device):
         dense = aligned(dense)
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=dense.device)
         needs = torch.empty(layout.num_groups, dtype=torch.int32, device=dense.device)
@@ -281,11 +365,12 @@ def group_needs(
         args.tables = jit.device_tables(device).data_ptr()
         args.candidates = candidates_mask(candidates)
         stream = current_stream(device)
-        jit.launch(jit.load("select_book", layout.preset, layout.dtype, device), args, 1, 0, stream)
+        select = jit.load("select_book", layout.preset, layout.dtype, device)
+        jit.Call(select, args, 1, select.warps).launch(stream)
         kernel = jit.load("pooled_needs", layout.preset, layout.dtype, device)
         blocks = -(-layout.num_groups // kernel.warps)
-        jit.launch(kernel, args, blocks, 0, stream, extra=needs.data_ptr())
-        return needs.cpu().numpy()
+        jit.Call(kernel, args, blocks, kernel.warps, extra=needs.data_ptr()).launch(stream)
+        return needs
 
 
 def to_canonical(payload: torch.Tensor, layout: PayloadLayout) -> tuple[np.ndarray, np.ndarray]:

@@ -67,6 +67,7 @@ class Kernel:
     pooled: bool | None
     constants: tuple[str, ...] = ("DTYPE", "POOLED", "STEPS", "GROUPS_PER_BLOCK")
     options: tuple[str, ...] = ()  # constants that a launch chooses, 0 or 1
+    rare_in_shared: bool = False  # pooled_group.cuh
 
     @property
     def warps(self) -> int:
@@ -98,6 +99,7 @@ KERNELS: dict[str, Kernel] = {
             True,
             ("POOLED", "STEPS", "GROUPS_PER_BLOCK"),
             _ADAM_OPTIONS,
+            rare_in_shared=True,
         ),
         Kernel("select_book", ("common.cuh", "select.cu"), None, ("DTYPE", "POOLED")),
         Kernel("sweep_chunks", ("common.cuh", "arena.cuh", "sweep.cu"), None, ()),
@@ -170,8 +172,9 @@ def source(kernel: Kernel, variant: Variant, arch: str) -> str:
     used |= {name: int(name in variant.options) for name in kernel.options}
     used |= _SIZES
     used["WARPS"] = kernel.warps
+    used["RARE_IN_SHARED"] = int(kernel.rare_in_shared)
     dtype = variant.dtype if "DTYPE" in kernel.constants else DTYPES["bfloat16"]
-    used["MIN_BLOCKS"] = LAUNCH[kernel.entry].min_blocks(arch, dtype, variant.options)
+    used["MIN_BLOCKS"] = LAUNCH[kernel.entry].min_blocks(arch, dtype)
     parts = [f"#define {name} {value}" for name, value in used.items()]
     for name in kernel.files:
         parts.append(f'#line 1 "{name}"\n{(KERNEL_DIR / name).read_text()}')
@@ -199,6 +202,22 @@ class Resources:
     registers: int
     spill_bytes: int
     stack_bytes: int
+    shared_bytes: int  # that the kernel declares
+
+
+_import_lock = threading.Lock()
+
+
+def _cuda_core() -> Any:
+    """The package ``cuda.core``. Imported by one thread: to others it would look complete before it
+    is.
+    """
+    with _import_lock:
+        try:
+            import cuda.core
+        except ImportError as error:
+            raise LctError("CUDA tensors need cuda-core: pip install lct-torch[cuda]") from error
+        return cuda.core
 
 
 def compile_kernel(kernel: Kernel, variant: Variant, arch: str) -> tuple[bytes, Resources]:
@@ -206,15 +225,16 @@ def compile_kernel(kernel: Kernel, variant: Variant, arch: str) -> tuple[bytes, 
 
     LctError with source name, arch and the compiler's log where it does not compile.
     """
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError as error:
-        raise LctError("CUDA tensors need cuda-core: pip install lct-torch[cuda]") from error
+    core = _cuda_core()
     name = f"{kernel.files[-1]} ({variant.preset.name}, {variant.dtype.name})"
-    options = ProgramOptions(name=kernel.files[-1], arch=arch, std="c++17", ptxas_options=["-v"])
+    options = core.ProgramOptions(
+        name=kernel.files[-1], arch=arch, std="c++17", ptxas_options=["-v"]
+    )
     logs = io.StringIO()
     try:
-        code = Program(source(kernel, variant, arch), "c++", options).compile("cubin", logs=logs)
+        code = core.Program(source(kernel, variant, arch), "c++", options).compile(
+            "cubin", logs=logs
+        )
     except Exception as error:
         raise LctError(f"kernel {name} does not compile for {arch}: {error}") from error
     return bytes(code.code), _resources(logs.getvalue(), kernel.entry)
@@ -228,6 +248,7 @@ def _resources(log: str, entry: str) -> Resources:
         registers=largest(r"Used (\d+) registers"),
         spill_bytes=largest(r"(\d+) bytes spill stores") + largest(r"(\d+) bytes spill loads"),
         stack_bytes=largest(r"(\d+) bytes stack frame"),
+        shared_bytes=largest(r"(\d+) bytes smem"),
     )
 
 
@@ -293,6 +314,15 @@ class Loaded:
             warps = min(range(self.warps, self.warps // 2 - 1, -1), key=groups_of_fullest)
         return Grid(ceil_div(groups, warps), warps)
 
+    def allow_shared(self, size_bytes: int) -> None:
+        """Let blocks have so much dynamic shared memory."""
+        if size_bytes > self.shared_bytes:
+            attribute = (
+                driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            )
+            check(driver().cuFuncSetAttribute(self.function, attribute, size_bytes)[0])
+            self.shared_bytes = size_bytes
+
 
 _lock = threading.Lock()
 _loaded: dict[tuple[int, str, int, int, frozenset[str]], Loaded] = {}
@@ -311,63 +341,74 @@ def load(
     if found is not None:
         return found
     import torch
-    from cuda.bindings import driver
-    from cuda.core import ObjectCode
 
+    core = _cuda_core()
     with _lock, torch.cuda.device(device):
         if key not in _loaded:
             torch.cuda.current_stream(device)  # torch makes the context
             major, minor = torch.cuda.get_device_capability(device)
             kernel = KERNELS[entry]
             code = _cached_code(kernel, Variant(preset, dtype, options), f"sm_{major}{minor}")
-            module = ObjectCode.from_cubin(code)
+            module = core.ObjectCode.from_cubin(code)
             handle = module.get_kernel(entry)
-            error, function = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
-            _check(error)
+            error, function = driver().cuKernelGetFunction(driver().CUkernel(int(handle.handle)))
+            check(error)
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             _loaded[key] = Loaded(int(function), kernel.warps, module, processors, LAUNCH[entry])
     return _loaded[key]
 
 
 @cache
-def _driver() -> Any:
+def driver() -> Any:
+    """The driver's functions and types, from Python."""
     from cuda.bindings import driver
 
     return driver
 
 
-def _check(error: Any) -> None:
+def check(error: Any) -> None:
+    """LctError for a result of the driver that is no success."""
     if int(error) != 0:
         raise LctError(f"CUDA driver call failed: {error!r}")
 
 
-def launch(
-    kernel: Loaded,
-    args: ctypes.Structure,
-    blocks: int,
-    shared_bytes: int,
-    stream: int,
-    *,
-    warps: int | None = None,
-    extra: int | None = None,
-) -> None:
-    """Launch on ``stream``. LctError where that fails.
+class Call:
+    """A launch made ready: change fields of ``args``, then ``launch``, any number of times.
 
-    ``warps`` a block, the kernel's own by default; ``extra``: a second, 64-bit argument.
+    ``args`` is read while ``launch`` runs: a call belongs to one thread at a time. ``extra``: a
+    second, 64-bit argument of the kernel.
     """
-    driver = _driver()
-    if shared_bytes > kernel.shared_bytes:
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuFuncSetAttribute(kernel.function, attribute, shared_bytes)[0])
-        kernel.shared_bytes = shared_bytes
-    pointers = (ctypes.c_void_p * 2)(ctypes.addressof(args))
-    second = ctypes.c_uint64(extra or 0)
-    pointers[1] = ctypes.addressof(second)
-    grid, block = (blocks, 1, 1), ((warps or kernel.warps) * 32, 1, 1)
-    (error,) = driver.cuLaunchKernel(
-        kernel.function, *grid, *block, shared_bytes, stream, ctypes.addressof(pointers), 0
-    )
-    _check(error)
+
+    __slots__ = ("_keep", "_pointers", "args", "blocks", "function", "shared_bytes", "threads")
+
+    def __init__(
+        self,
+        kernel: Loaded,
+        args: Any,
+        blocks: int,
+        warps: int,
+        shared_bytes: int = 0,
+        extra: int | None = None,
+    ) -> None:
+        kernel.allow_shared(shared_bytes)
+        second = ctypes.c_uint64(extra or 0)
+        pointers = (ctypes.c_void_p * 2)(ctypes.addressof(args), ctypes.addressof(second))
+        self._keep = kernel, pointers, second
+        self._pointers = ctypes.addressof(pointers)
+        self.args = args
+        self.function = kernel.function
+        self.blocks = blocks
+        self.threads = warps * 32
+        self.shared_bytes = shared_bytes
+
+    def launch(self, stream: int) -> None:
+        """Launch on ``stream``. LctError where that fails."""
+        (error,) = driver().cuLaunchKernel(
+            *(self.function, self.blocks, 1, 1, self.threads, 1, 1),
+            *(self.shared_bytes, stream, self._pointers, 0),
+        )
+        if error:
+            check(error)
 
 
 def codebook_tables(book: Codebook) -> np.ndarray:

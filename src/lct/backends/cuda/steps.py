@@ -17,12 +17,18 @@ from .codec import (
     ENCODE_TABLE_BYTES,
     SharedMemory,
     aligned,
+    call_over_groups,
+    current_device,
     current_stream,
+    is_capturing,
     launch_with_credit,
-    on_device,
+    ready,
+    take,
     template,
 )
 
+# Bytes of shared memory that the kernels themselves declare, at most: RareState of every warp.
+DECLARED_BYTES = 1024
 _TABLE_BYTES = DECODE_TABLE_BYTES + ENCODE_TABLE_BYTES  # of each tensor
 ROUNDINGS = ("single", "foreach", "fused")
 
@@ -87,12 +93,8 @@ def sgd(
     args = SgdArgs(
         lr=lr, momentum=momentum, dampening_left=1 - dampening, weight_decay=weight_decay
     )
-    options = {
-        "ROUNDING": rounding == "fused",
-        "NESTEROV": nesterov,
-        "MAXIMIZE": maximize,
-        "DECAY": weight_decay != 0,
-    }
+    # In the order of the kernel's options.
+    options = rounding == "fused", nesterov, maximize, weight_decay != 0, grad_scale is not None
     _launch("sgd_step", args, updates, grads, options, grad_scale, found_inf)
 
 
@@ -136,13 +138,15 @@ def adam(
         args.step_size = -(lr / (1 - beta1**step))
         # Rounding the double quotient once more gives float's own.
         args.correction = 1 / ctypes.c_float(root).value if rounding == "single" else root
-    options = {
-        "ROUNDING": rounding == "fused",
-        "RECIPROCAL": rounding == "single",
-        "MAXIMIZE": maximize,
-        "L2_DECAY": weight_decay != 0 and not decoupled_weight_decay,
-        "DECOUPLED_DECAY": weight_decay != 0 and decoupled_weight_decay,
-    }
+    # In the order of the kernel's options.
+    options = (
+        rounding == "fused",
+        rounding == "single",
+        maximize,
+        weight_decay != 0 and not decoupled_weight_decay,
+        weight_decay != 0 and decoupled_weight_decay,
+        grad_scale is not None,
+    )
     _launch("adam_step", args, updates, grads, options, grad_scale, found_inf)
 
 
@@ -156,37 +160,98 @@ def _launch(
     args: ctypes.Structure,
     updates: Sequence[Update],
     grads: Sequence[torch.Tensor],
-    options: dict[str, bool],
+    options: tuple[bool, ...],
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
     """Step ``updates`` with the kernel ``entry``; ``args`` has all that they share."""
-    device = grads[0].device.index
-    with on_device(device):
-        shared: Any = args
-        if grad_scale is not None:
-            grad_scale = grad_scale.to(grads[0].device, non_blocking=True)
-            shared.grad_scale = grad_scale.data_ptr()
-        if found_inf is not None:
-            found_inf = found_inf.to(grads[0].device, non_blocking=True)
-            shared.found_inf = found_inf.data_ptr()
-        chosen = frozenset(name for name, on in options.items() if on)
-        if grad_scale is not None:
-            chosen |= {"SCALED"}
+    device = grads[0].get_device()
+    if current_device() != device:
+        with torch.cuda.device(device):
+            return _launch(entry, args, updates, grads, options, grad_scale, found_inf)
+    shared: Any = args
+    if grad_scale is not None:
+        grad_scale = grad_scale.to(grads[0].device, non_blocking=True)
+        shared.grad_scale = grad_scale.data_ptr()
+    if found_inf is not None:
+        found_inf = found_inf.to(grads[0].device, non_blocking=True)
+        shared.found_inf = found_inf.data_ptr()
+    # Referenced until the launches are enqueued.
+    dense = [aligned(grad.contiguous()) for grad in grads]
+    arena = updates[0][0][0].spill.arena
+    if len(updates) == 1 and _worst_chunks(updates[0]) <= arena.limit_chunks and not is_capturing():
+        _launch_one(entry, options, args, updates[0], dense[0])
+    else:
         layout = updates[0][0][1]
+        chosen = _chosen(entry, options)
         kernel = jit.load(entry, layout.preset, layout.dtype, device, chosen)
-        # Referenced until the launches are enqueued.
-        dense = [aligned(grad.contiguous()) for grad in grads]
-        for batch in _batches(updates, updates[0][0][0].spill.arena.limit_chunks):
+        for batch in _batches(updates, arena.limit_chunks):
             _launch_batch(kernel, args, [updates[k] for k in batch], [dense[k] for k in batch])
-        if grad_scale is not None:
-            # Torch's fused step leaves the unscaled gradient, unless it found an infinity. One
-            # dimension: else the quotient would be computed with the scale rounded to BF16.
-            scale = grad_scale.reshape(1)
-            if found_inf is not None:
-                scale = torch.where(found_inf.reshape(1) == 1, torch.ones_like(scale), scale)
-            for grad in grads:
-                grad.div_(scale)
+    if grad_scale is not None:
+        # Torch's fused step leaves the unscaled gradient, unless it found an infinity. One
+        # dimension: else the quotient would be computed with the scale rounded to BF16.
+        scale = grad_scale.reshape(1)
+        if found_inf is not None:
+            scale = torch.where(found_inf.reshape(1) == 1, torch.ones_like(scale), scale)
+        for grad in grads:
+            grad.div_(scale)
+
+
+@cache
+def _chosen(entry: str, options: tuple[bool, ...]) -> frozenset[str]:
+    """Names of the kernel's options that are on."""
+    names = jit.KERNELS[entry].options
+    return frozenset(name for name, on in zip(names, options, strict=True) if on)
+
+
+def _worst_chunks(update: Update) -> int:
+    return update[0][1].num_groups * len(update)
+
+
+class _OneStep:
+    """A launch that steps one parameter, made ready for the layouts of its tensors."""
+
+    __slots__ = ("call", "step")
+
+    def __init__(
+        self, entry: str, options: tuple[bool, ...], args: ctypes.Structure, update: Update
+    ) -> None:
+        layout, device = update[0][1], update[0][0].payload.get_device()
+        kernel = jit.load(entry, layout.preset, layout.dtype, device, _chosen(entry, options))
+        steps: Any = _list_type(type(args))()
+        self.step = steps.steps[0]
+        self.step.tensors = _payloads(update, device)
+        memory = _memory_of([update])
+        kernel = _fitting(kernel, memory, device)
+        parts = [self.step.tensors[0]]
+        self.call = call_over_groups(kernel, steps, parts, memory, steps.first_block)
+
+
+def _launch_one(
+    entry: str,
+    options: tuple[bool, ...],
+    args: ctypes.Structure,
+    update: Update,
+    grad: torch.Tensor,
+) -> None:
+    """Step one parameter: what a step in backward does again and again, in little host time."""
+    stored, layout = update[0]
+    device = grad.get_device()
+    key = entry, options, device, tuple([other.capacity_words for _, other in update])
+    pool = ready(layout, key)
+    one = take(pool) or _OneStep(entry, options, args, update)
+    step = one.step
+    ctypes.memmove(ctypes.addressof(step), ctypes.addressof(args), ctypes.sizeof(args))
+    step.tensors = _payloads(update, device)
+    step.grad = grad.data_ptr()
+    stream = current_stream(device)
+    arena = stored.spill.arena
+    sequence = arena.admit(_worst_chunks(update), stream)
+    for held, _ in update:
+        held.spill.last = sequence
+    one.call.launch(stream)
+    arena.launched()
+    pool.append(one)
 
 
 def _batches(updates: Sequence[Update], limit_chunks: int) -> Iterator[list[int]]:
@@ -196,7 +261,7 @@ def _batches(updates: Sequence[Update], limit_chunks: int) -> Iterator[list[int]
     batch: list[int] = []
     chunks = 0
     for number, update in enumerate(updates):
-        worst = update[0][1].num_groups * len(update)
+        worst = _worst_chunks(update)
         if batch and (len(batch) == jit.MOST_STEPS or (chunks + worst) * 2 > limit_chunks):
             yield batch
             batch, chunks = [], 0
@@ -206,27 +271,39 @@ def _batches(updates: Sequence[Update], limit_chunks: int) -> Iterator[list[int]
         yield batch
 
 
+def _payloads(update: Update, device: int) -> ctypes.Array[jit.Args]:
+    """What the kernel reads of the update's payloads; kept with the parameter's until one moves."""
+    first = update[0][0]
+    kept = first.step_args
+    if kept is not None and len(kept) == len(update):
+        for part, (stored, _) in zip(kept, update, strict=True):
+            # A serial number belongs to one payload.
+            if part.serial != stored.spill.serial:
+                break
+        else:
+            return kept
+    kept = (jit.Args * len(update))(*(template(layout) for _, layout in update))
+    tables = jit.device_tables(device).data_ptr()
+    for part, (stored, _) in zip(kept, update, strict=True):
+        part.payload, part.tables = stored.payload.data_ptr(), tables
+        part.arena, part.serial = stored.spill.arena.pointer, stored.spill.serial
+    first.step_args = kept
+    return kept
+
+
 def _launch_batch(
     kernel: jit.Loaded,
     args: ctypes.Structure,
     updates: Sequence[Update],
     grads: Sequence[torch.Tensor],
 ) -> None:
-    device = grads[0].device.index
-    tables = jit.device_tables(device).data_ptr()
+    device = grads[0].get_device()
     steps: Any = _list_type(type(args))()
-    warp_words = 0
-    for k, (update, grad) in enumerate(zip(updates, grads, strict=True)):
-        steps.steps[k] = args
-        step = steps.steps[k]
+    for step, update, grad in zip(steps.steps, updates, grads, strict=False):
+        ctypes.memmove(ctypes.addressof(step), ctypes.addressof(args), ctypes.sizeof(args))
+        step.tensors = _payloads(update, device)
         step.grad = grad.data_ptr()
-        for number, (stored, layout) in enumerate(update):
-            step.tensors[number] = template(layout)
-            part = step.tensors[number]
-            part.payload, part.tables = stored.payload.data_ptr(), tables
-            part.arena, part.serial = stored.spill.arena.pointer, stored.spill.serial
-        warp_words = max(warp_words, sum(layout.capacity_words for _, layout in update))
-    memory = SharedMemory(len(updates[0]) * _TABLE_BYTES, warp_words * WORD_BYTES)
+    memory = _memory_of(updates)
     kernel = _fitting(kernel, memory, device)
     launch_with_credit(
         kernel,
@@ -241,11 +318,16 @@ def _launch_batch(
     )
 
 
+def _memory_of(updates: Sequence[Update]) -> SharedMemory:
+    words = max(sum([layout.capacity_words for _, layout in update]) for update in updates)
+    return SharedMemory(len(updates[0]) * _TABLE_BYTES, words * WORD_BYTES)
+
+
 @cache
 def _shared_memory_bytes(device: int) -> int:
-    """Bytes of shared memory that a block may have, what the kernel itself declares put aside."""
+    """Bytes of dynamic shared memory that a block may have."""
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the field
-    return properties.shared_memory_per_block_optin - 64
+    return properties.shared_memory_per_block_optin - DECLARED_BYTES
 
 
 def _fitting(kernel: jit.Loaded, memory: SharedMemory, device: int) -> jit.Loaded:

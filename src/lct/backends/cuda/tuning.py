@@ -33,9 +33,9 @@ class LaunchConfig:
         """Warps that a multiprocessor holds, on the measured architecture."""
         return self.warps * self.measured_min_blocks
 
-    def min_blocks(self, arch: str, dtype: DType, options: frozenset[str]) -> int:
-        """Blocks a multiprocessor for ``arch``, ``dtype`` and a step's options (jit.Variant)."""
-        measured = arch == MEASURED_ARCH and dtype is _MEASURED_DTYPE and not options
+    def min_blocks(self, arch: str, dtype: DType) -> int:
+        """Blocks a multiprocessor for ``arch`` and ``dtype``."""
+        measured = arch == MEASURED_ARCH and dtype is _MEASURED_DTYPE
         return self.measured_min_blocks if measured else self.other_min_blocks
 
 
@@ -47,7 +47,7 @@ LAUNCH: dict[str, LaunchConfig] = {
     "fixed_encode": LaunchConfig(8, 4, 3),
     "fixed_decode": LaunchConfig(8, 6, 4),
     "sgd_step": LaunchConfig(10, 2, 1, any_warps=True),
-    "adam_step": LaunchConfig(12, 1, 1, any_warps=True),
+    "adam_step": LaunchConfig(16, 1, 1, any_warps=True),
     "select_book": LaunchConfig(32),
     "sweep_chunks": LaunchConfig(8),
     "grow_arena": LaunchConfig(8),

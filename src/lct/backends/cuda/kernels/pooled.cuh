@@ -156,14 +156,13 @@ struct PooledEncoder {
     u32 count, handed, literals, below;
     u32 limit;         // words that may be handed out beside the literals; 0 once a step did not fit
     u32 word0, word1;  // of the lane: its two words that are handed out and not yet written
-    u32 coded;         // where `limit` is 0: the group spills from this step on
     u32* slot;         // in shared or global memory
 
     __device__ __forceinline__ void init(u32* words, u32 capacity, u32 lane) {
         slot = words;
         limit = capacity < 64 ? 0 : capacity;
         bits = 0;
-        count = coded = literals = 0;
+        count = literals = 0;
         word0 = lane;
         word1 = 32 + lane;
         handed = 64;
@@ -188,7 +187,7 @@ struct PooledEncoder {
         bits = (u64)high << 32 | low;
     }
 
-    // Code one step of any kind, or nothing once a step did not fit.
+    // Code one step of any kind, or nothing once a step did not fit: `limit` is 0 then.
     __device__ __forceinline__ void slow_step(const u32* single, u32 capacity, u32 step, uint2 quad, u32 shift) {
         u32 e[4] = {(quad.x >> 7) & 255u, quad.x >> 23, (quad.y >> 7) & 255u, quad.y >> 23}, mask[4];
         u32 found = 0, code = 0, length = 0;
@@ -207,7 +206,6 @@ struct PooledEncoder {
         if (!limit) return;
         if ((handed + __popc(asking)) * 4 + literals + found > capacity * 4) {
             limit = 0;
-            coded = step;
             return;
         }
         if (found) {

@@ -28,8 +28,8 @@ __device__ __forceinline__ u32 guarded_steps(const Args& a, GroupCoder& g, u32 s
 // Lower halves are not zero although the payload has no room for them: read the group again and store it
 // wide. Returns the state.
 __device__ __forceinline__ u32 store_wide(const Args& a, GroupCoder& g, u32 steps) {
-    u8* exponent_chunk = g.spill.data(a, g.group, g.lane);
-    u32 lower_ref = g.spill.take(a, g.group, g.lane), upper_ref = g.spill.take(a, g.group, g.lane);
+    u8* exponent_chunk = g.spill_data();
+    u32 lower_ref = g.take_chunk_too(), upper_ref = g.take_chunk_too();
     u8 *lower = chunk_data(a.arena, lower_ref), *upper = chunk_data(a.arena, upper_ref);
 #pragma unroll 1
     for (u32 step = 0; step < steps; step++) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ u32 store_wide(const Args& a, GroupCoder& g, u32 step
     __syncwarp();
     if (g.lane < 2) g.encoder.slot[g.lane] = g.lane ? upper_ref : lower_ref;
     g.my_shift = 0;
-    return STATE_WIDE << 24 | g.spill.chunk;
+    return STATE_WIDE << 24 | g.rare->spill.chunk;
 }
 
 // Values of two steps of a full group.
@@ -96,8 +96,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_enco
     if (group == 0) begin_payload(a, lane);
     u32* slot = table + ENCODE_TABLE_WORDS + warp * a.capacity;
     GroupCoder g;
-    g.init(a, tables, slot, group, lane);
-    g.spill.init(a, a.fresh ? NO_CHUNK : held_chunk(a, group), chunks);
+    g.init(a, tables, slot, a.fresh ? NO_CHUNK : held_chunk(a, group), chunks, group, lane);
     u32 low_bits = 0;
     if (tail) {
         low_bits = guarded_steps(a, g, a.tail_steps);

@@ -3,23 +3,63 @@
 //
 // A span without zeros, escapes and spills takes the fast path; one vote decides.
 
+// What a warp rarely needs of a group.
+struct RareState {
+    SpillChunk spill;
+    u32 first;  // exponent of the group's first value, at bits 7..14 and 23..30
+    u32 coded;  // where a step did not fit: the group spills from this step on
+};
+
+// RARE_IN_SHARED (a kernel's row in jit.py): kept in shared memory, where lane 0 writes it, because registers decide
+// how many warps a multiprocessor holds. Else in registers, which is faster where they suffice.
+#if RARE_IN_SHARED
+typedef RareState* Rare;
+#else
+typedef RareState Rare[1];
+#endif
+
 struct GroupCoder {
     const Args* args;
     EncodeTables tables;
     PooledEncoder encoder;
-    SpillChunk spill;
-    u32 group, lane, first, differs;
+    Rare rare;
+    u32 group, lane, differs;
     u32 my_shift;  // of span `lane`: of the values before a step until that span is coded
 
-    __device__ __forceinline__ void init(const Args& payload, const EncodeTables& book, u32* slot, u32 group_number,
-                                         u32 lane_number, u32 old_shift = 0) {
+    // `old_chunk`: of the group's present state, or NO_CHUNK. `chunks`: for which there is credit.
+    // RARE_IN_SHARED: `rare` is set before.
+    __device__ __forceinline__ void init(const Args& payload, const EncodeTables& book, u32* slot, u32 old_chunk,
+                                         int chunks, u32 group_number, u32 lane_number, u32 old_shift = 0) {
         args = &payload;
         tables = book;
         group = group_number;
         lane = lane_number;
         my_shift = old_shift;
-        first = differs = 0;
+        differs = 0;
         encoder.init(slot, capacity(), lane);
+        SpillChunk spill;
+        spill.init(payload, old_chunk, chunks);
+        keep(spill);
+    }
+    __device__ __forceinline__ bool writes_rare() const { return !RARE_IN_SHARED || lane == 0; }
+    __device__ __forceinline__ void keep(const SpillChunk& spill) {
+        __syncwarp();
+        if (writes_rare()) rare->spill = spill;
+        __syncwarp();
+    }
+    // Where the group's spilled exponents go.
+    __device__ __forceinline__ u8* spill_data() {
+        SpillChunk spill = rare->spill;
+        u8* data = spill.data(*args, group, lane);
+        keep(spill);
+        return data;
+    }
+    // One more chunk.
+    __device__ __forceinline__ u32 take_chunk_too() {
+        SpillChunk spill = rare->spill;
+        u32 chunk = spill.take(*args, group, lane);
+        keep(spill);
+        return chunk;
     }
     __device__ __forceinline__ u32 capacity() const {
         return group >= args->full_groups ? args->tail_capacity : args->capacity;
@@ -86,7 +126,12 @@ struct GroupCoder {
     // Whether all exponents of the group are equal, asked while that may still be: the fast path waits for it.
     __device__ __forceinline__ void note_differences(u32 step, uint2 a, uint2 b, u32 steps) {
         if (differs) return;
-        if (step == 0) first = __shfl_sync(FULL_WARP, (a.x & 0xffffu) * 0x00010001u, 0);
+        if (step == 0) {
+            u32 value = __shfl_sync(FULL_WARP, (a.x & 0xffffu) * 0x00010001u, 0);
+            if (writes_rare()) rare->first = value;
+            __syncwarp();
+        }
+        const u32 first = rare->first;
         u32 other = (a.x ^ first) | (a.y ^ first);
         if (steps == 2) other |= (b.x ^ first) | (b.y ^ first);
         differs = __any_sync(FULL_WARP, other);
@@ -96,12 +141,14 @@ struct GroupCoder {
 #pragma unroll 1
         for (u32 odd = 0; odd < steps; odd++) {
             uint2 quad = odd ? b : a;
+            const bool fitted = encoder.limit;
             encoder.slow_step(tables.single, capacity(), step + odd, quad, shift);
             if (encoder.limit) continue;
-            u8* data = spill.data(*args, group, lane);
+            if (writes_rare() && (fitted || step + odd == 0)) rare->coded = step + odd;
+            u8* data = spill_data();
             *(u32*)(data + (step + odd) * 128 + lane * 4) = exponent_bytes(quad);
         }
-        if (lane == step / 2) my_shift = encoder.limit || encoder.coded > step ? shift : 0u;
+        if (lane == step / 2) my_shift = encoder.limit || rare->coded > step ? shift : 0u;
     }
 
   public:
@@ -111,16 +158,17 @@ struct GroupCoder {
         if (!differs) {
             clear_slot(encoder.slot, capacity(), lane);
             my_shift = 0;
-            return STATE_CONSTANT << 24 | (first >> 7 & 255u);
+            return STATE_CONSTANT << 24 | (rare->first >> 7 & 255u);
         }
         encoder.finish(capacity(), lane);
-        return encoder.limit ? 0u : (STATE_SPILLED | encoder.coded) << 24 | spill.chunk;
+        return encoder.limit ? 0u : (STATE_SPILLED | rare->coded) << 24 | rare->spill.chunk;
     }
 
     // Write shifts and state into the payload, and give back a chunk that is not needed any more.
     __device__ __forceinline__ void commit(u32 state) {
         args->payload[args->lane_offset + (u64)group * 32 + lane] = (u8)my_shift;
         if (lane == 0) ((u32*)(args->payload + args->meta_offset))[group] = state;
+        SpillChunk spill = rare->spill;
         spill.finish(*args, (state >> 24) & STATE_SPILLED || state >> 24 == STATE_WIDE, lane);
     }
 };

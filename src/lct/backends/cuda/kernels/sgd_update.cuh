@@ -21,24 +21,31 @@ struct Update {
           weight_decay(s.weight_decay),
           scale(s.grad_scale ? *s.grad_scale : 1.0f) {}
 
-    // Two values, packed: parameter and buffer are replaced.
-    __device__ __forceinline__ void operator()(u32 (&values)[TENSORS], u32 grad) const {
-        float2 w = unpack2(values[0]), g = unpack2(grad), b = unpack2(values[1]);
+    // Packed values: parameter and buffer are replaced.
+    __device__ __forceinline__ void operator()(u32 (&values)[TENSORS][4], const u32 (&grad)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            two(values[0][i], values[1][i], grad[i]);
+    }
+
+  private:
+    __device__ __forceinline__ void two(u32& param, u32& buffer, u32 grad) const {
+        float2 w = unpack2(param), g = unpack2(grad), b = unpack2(buffer);
         g = gradient(g, scale);
 #if DECAY
         g = round_op(fma2(weight_decay, w, g));
 #endif
         b = round_op(mul2(momentum, b));
         b = fma2(dampening_left, g, b);
-        values[1] = pack2(b);
+        buffer = pack2(b);
 #if ROUNDING == 0
-        b = unpack2(values[1]);
+        b = unpack2(buffer);
 #endif
 #if NESTEROV
         g = round_op(fma2(momentum, b, g));
 #else
         g = b;
 #endif
-        values[0] = pack2(fma2(lr, g, w));
+        param = pack2(fma2(lr, g, w));
     }
 };

@@ -1,7 +1,8 @@
 // One pass of an optimizer over TENSORS compressed tensors (the parameter and its state): decode all, update, encode
 // all (docs/format.md). The file of an optimizer defines TENSORS, `struct StepArgs` and `struct Update`:
-//   __device__ Update(const StepArgs&);  __device__ void operator()(u32 (&values)[TENSORS], u32 grad) const;
-// on two packed BF16 values of each tensor.
+//   __device__ Update(const StepArgs&);
+//   __device__ void operator()(u32 (&values)[TENSORS][4], const u32 (&grad)[4]) const;
+// on eight values of each tensor, packed BF16: the lane's quads of two steps.
 //
 // Thread mapping: one warp a group of 8,192 values, WARPS groups a block; lane l updates quad l of each step.
 // Shared memory (dynamic): tables of every tensor, then the old slots of every warp, fetched with cp.async. A group's
@@ -65,23 +66,23 @@ struct GroupStep {
     template <class Store>
     __device__ __forceinline__ void update(const Update& change, const u32 (&sf)[TENSORS][2], const uint2 (&g)[2],
                                            u32 (&x)[TENSORS][4], const Store& store) {
+        u32 values[TENSORS][4];
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            u32 low[TENSORS], high[TENSORS];
+        for (int t = 0; t < TENSORS; t++)
 #pragma unroll
-            for (int t = 0; t < TENSORS; t++) {
+            for (int k = 0; k < 2; k++) {
                 uint2 v = join4(sf[t][k], x[t][2 * k], x[t][2 * k + 1]);
-                low[t] = v.x, high[t] = v.y;
+                values[t][2 * k] = v.x, values[t][2 * k + 1] = v.y;
             }
-            change(low, g[k].x);
-            change(high, g[k].y);
+        change(values, {g[0].x, g[0].y, g[1].x, g[1].y});
 #pragma unroll
-            for (int t = 0; t < TENSORS; t++) {
-                uint2 v = make_uint2(low[t], high[t]);
+        for (int t = 0; t < TENSORS; t++)
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                uint2 v = make_uint2(values[t][2 * k], values[t][2 * k + 1]);
                 store(t, k, v);
                 x[t][2 * k] = v.x & EXPONENTS, x[t][2 * k + 1] = v.y & EXPONENTS;
             }
-        }
     }
 
     // All of a full group whose old values are coded throughout. The tensors' streams are decoded, and later coded,
@@ -205,6 +206,9 @@ __device__ __forceinline__ void run_step(const StepList& list) {
     g.grad = (const u8*)s.grad + (u64)group * (2 * GROUP_VALUES);
     if (active && !tail) g.prefetch_piece(0, lane);
     __shared__ bool admitted;
+#if RARE_IN_SHARED
+    __shared__ RareState rare[WARPS][TENSORS];
+#endif
     reserve_for_block(all, block, TENSORS, admitted);
 #pragma unroll
     for (int t = 0; t < TENSORS; t++) {
@@ -224,8 +228,11 @@ __device__ __forceinline__ void run_step(const StepList& list) {
         const Args& a = s.tensors[t];
         const u32 capacity = tail ? a.tail_capacity : a.capacity;
         g.old[t].begin(tables + t * STEP_TABLE_WORDS, slots[t], capacity, lane);
-        g.coder[t].init(a, encode[t], (u32*)(a.payload + slot_offset(a, group)), group, lane, old_shifts[t]);
-        g.coder[t].spill.init(a, held_chunk(a, group), 1);
+#if RARE_IN_SHARED
+        g.coder[t].rare = &rare[warp][t];
+#endif
+        g.coder[t].init(a, encode[t], (u32*)(a.payload + slot_offset(a, group)), held_chunk(a, group), 1, group, lane,
+                        old_shifts[t]);
         coded = coded && g.old[t].coded == STEPS;
     }
     __syncwarp();

@@ -1,0 +1,52 @@
+"""How long the GPU was at work in a step, and on which kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
+
+TOP_KERNELS = 12
+MAX_NAME = 96
+
+
+def merged_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals (start, end)."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        if end > reached:
+            total += end - max(start, reached)
+            reached = end
+    return total
+
+
+def profile_steps(step: Callable[[], object], num_steps: int) -> dict[str, Any]:
+    """Run ``step`` under torch's profiler; milliseconds a step.
+
+    ``gpu_busy_ms``: the union of the intervals of kernels and copies on all streams;
+    ``gpu_kernels_ms``: the sums of those that took longest, by name.
+    """
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(num_steps):
+            step()
+        torch.cuda.synchronize()
+    intervals = []
+    by_name: Counter[str] = Counter()
+    for event in profiler.events() or ():
+        # Annotations of ranges lie on the device's time line too, and span the gaps.
+        if event.device_type != DeviceType.CUDA or event.is_user_annotation:
+            continue
+        start, end = event.time_range.start, event.time_range.end
+        intervals.append((start, end))
+        by_name[event.name[:MAX_NAME]] += end - start
+    scale = 1e3 * num_steps  # microseconds
+    return {
+        # None where the profiler may not look at the GPU, as in some containers.
+        "gpu_busy_ms": merged_length(intervals) / scale if intervals else None,
+        "gpu_kernels_ms": {name: us / scale for name, us in by_name.most_common(TOP_KERNELS)},
+    }

@@ -1,0 +1,105 @@
+"""What every optimizer of lct.optim does as torch's: scalers, groups, schedulers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import lct
+from training import (
+    Mlp,
+    assert_same_losses,
+    assert_same_model,
+    assert_same_state,
+    check_grad_scaler,
+    make,
+    mlp_batches,
+    mlp_loss,
+    train,
+)
+
+# cuBLAS is deterministic with a workspace of its own for each stream; it reads this once.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.05, "momentum": 0.9},
+    "Adam": {"lr": 0.01},
+    "AdamW": {"lr": 0.01},
+    "Muon": {"lr": 0.02},
+}
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "chain": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.StepLR(o, 2, 0.5)], [2]
+    ),
+    # Also moves momentum or betas, where there are some.
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(
+        o, 0.1, total_steps=8, cycle_momentum=not isinstance(o, torch.optim.Muon)
+    ),
+}
+
+
+def build(kind: str, compressed: bool, params: Any, **options: Any) -> torch.optim.Optimizer:
+    source = lct.optim if compressed else torch.optim
+    matrices = [p for p in params if kind != "Muon" or p.dim() == 2]
+    return getattr(source, kind)(matrices, **{**OPTIONS[kind], **options})
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "cuda":
+        torch.use_deterministic_algorithms(True)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_grad_scaler(kind: str, device: str) -> None:
+    check_grad_scaler(lambda compressed, params: build(kind, compressed, params), device)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_schedulers(kind: str, schedule: str) -> None:
+    data = mlp_batches(6)
+    runs = []
+    for compressed in (False, True):
+        model = make(Mlp, compressed)
+        optimizer = build(kind, compressed, model.parameters())
+        scheduler = SCHEDULERS[schedule](optimizer)
+        losses = train(model, optimizer, mlp_loss, data, scheduler=scheduler)
+        runs.append((losses, model, optimizer, scheduler))
+    assert_same_losses(runs[0][0], runs[1][0])
+    assert_same_model(runs[0][1], runs[1][1])
+    assert_same_state(runs[0][2], runs[1][2])
+    assert runs[0][3].get_last_lr() == runs[1][3].get_last_lr() != [OPTIONS[kind]["lr"]]
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_group_that_joins_later(kind: str) -> None:
+    """With options of its own; a scheduler made then; a weight that is compressed in between."""
+    data = mlp_batches(6)
+    runs = []
+    for compressed in (False, True):
+        model = make(Mlp, False)
+        optimizer = build(kind, compressed, [model.up.weight])
+        losses = train(model, optimizer, mlp_loss, data[:2])
+        if compressed:
+            lct.compress_(model)
+        optimizer.add_param_group({"params": [model.down.weight], "lr": 0.005, "weight_decay": 0.2})
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
+        losses += train(model, optimizer, mlp_loss, data[2:], scheduler=scheduler)
+        runs.append((losses, model, optimizer))
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            optimizer.add_param_group({"params": [model.up.weight]})
+    assert_same_losses(runs[0][0], runs[1][0])
+    assert_same_model(runs[0][1], runs[1][1])
+    assert_same_state(runs[0][2], runs[1][2])
