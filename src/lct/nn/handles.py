@@ -34,7 +34,8 @@ def handle_of(root: CompressedTensor) -> torch.Tensor:
             handle = torch.tensor([number], device=root.device)
         handle.root = root
         _roots[number] = root
-        _by_address[handle.data_ptr()] = handle
+        if not handle.is_meta:  # which has no address
+            _by_address[handle.data_ptr()] = handle
         _by_root[root] = weakref.ref(handle)
     return handle
 
@@ -44,9 +45,11 @@ def root_of(handle: torch.Tensor) -> CompressedTensor:
 
     RuntimeError for anything else.
     """
-    known: Any = _by_address.get(handle.data_ptr())
+    # Hooks on saved tensors give others back, in the same memory or in their own.
+    known: Any = handle if hasattr(handle, "root") else _by_address.get(handle.data_ptr())
     root = known.root if known is not None else None
-    if root is None and handle.dtype == torch.int64 and handle.numel() == 1:
+    readable = handle.dtype == torch.int64 and handle.numel() == 1 and not handle.is_meta
+    if root is None and readable:
         root = _roots.get(int(handle))
     if root is None:
         raise RuntimeError(

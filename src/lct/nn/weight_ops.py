@@ -243,6 +243,7 @@ def _copy_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         source.dtype,
     ) == (target.shape, target.dtype):
         root.copy_(source.compressed)
+        count_write(root)
         return target
     dense = source.dense() if isinstance(source, CompressedWeight) else source
     if target._whole:

@@ -12,6 +12,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..nn.untraced import untraced
 from .base import CompressedState
 
 
@@ -48,6 +49,7 @@ class StepInBackward:
             handle.remove()
         self._handles.clear()
 
+    @untraced
     def _step(self, group: int, param: torch.Tensor) -> None:
         if self._accumulating:
             return
