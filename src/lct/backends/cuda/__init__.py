@@ -2,6 +2,16 @@
 
 from . import arena
 from .codec import decode, encode, group_needs, lease, to_canonical
-from .steps import adam, sgd
+from .steps import adam, muon, sgd
 
-__all__ = ["adam", "arena", "decode", "encode", "group_needs", "lease", "sgd", "to_canonical"]
+__all__ = [
+    "adam",
+    "arena",
+    "decode",
+    "encode",
+    "group_needs",
+    "lease",
+    "muon",
+    "sgd",
+    "to_canonical",
+]
