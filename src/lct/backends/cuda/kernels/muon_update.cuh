@@ -17,8 +17,7 @@ struct StepArgs {
 struct Update {
     float buffer_share, update_share;
 
-    __device__ __forceinline__ Update(const StepArgs& s)
-        : buffer_share(s.buffer_share), update_share(s.update_share) {}
+    __device__ __forceinline__ Update(const StepArgs& s) : buffer_share(s.buffer_share), update_share(s.update_share) {}
 
     // Packed values: the buffer is replaced, the gradient becomes the update.
     __device__ __forceinline__ void operator()(u32 (&values)[TENSORS][4], u32 (&grad)[4]) const {
