@@ -106,15 +106,12 @@ def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Te
     return out
 
 
-def can_step_fused(
-    param: Stored, param_layout: PayloadLayout, state: Stored, state_layout: PayloadLayout
-) -> bool:
-    """Whether fused steps take this pair: pooled BF16 payloads on CUDA."""
-    return all(
+def can_step_fused(stored: Stored, layout: PayloadLayout) -> bool:
+    """Whether fused steps take this tensor: a pooled BF16 payload on CUDA."""
+    return (
         (stored.payload.is_cuda or (stored.payload.is_meta and meta.steps_fused()))
         and layout.preset.pooled
         and layout.dtype.name == "bfloat16"
-        for stored, layout in ((param, param_layout), (state, state_layout))
     )
 
 
@@ -136,6 +133,13 @@ def fused_adam(
     """Fused steps of Adam or AdamW in place; arguments as ``backends.cuda.steps.adam``."""
     if not _has_no_values(updates):
         _cuda().adam(updates, grads, **update)
+
+
+def fused_muon(buffer: Part, grad: torch.Tensor, *, momentum: float) -> torch.Tensor:
+    """Muon's momentum in place, and its update; arguments as ``backends.cuda.steps.muon``."""
+    if buffer[0].payload.is_meta:
+        return torch.empty_like(grad)
+    return _cuda().muon(buffer, grad, momentum=momentum)
 
 
 def _has_no_values(updates: Sequence[Sequence[Part]]) -> bool:

@@ -177,12 +177,9 @@ class CompressedTensor:
 
     def can_step_fused(self, *states: CompressedTensor) -> bool:
         """Whether ``sgd_`` (``adam_``) takes this parameter with ``states`` as its momentum
-        (moments).
+        (moments), and ``muon_`` this momentum.
         """
-        return all(
-            ops.can_step_fused(self._stored, self.layout, state._stored, state.layout)
-            for state in states
-        )
+        return all(ops.can_step_fused(tensor._stored, tensor.layout) for tensor in (self, *states))
 
     def sgd_(self, state: CompressedTensor, grad: torch.Tensor, **update: Any) -> None:
         """One fused step of SGD with momentum on this parameter and ``state``, in place.
@@ -206,6 +203,14 @@ class CompressedTensor:
         (bools), rounding, grad_scale, found_inf (as ``sgd_``).
         """
         adam_all_([(self, exp_avg, exp_avg_sq)], [grad], **update)
+
+    def muon_(self, grad: torch.Tensor, *, momentum: float) -> torch.Tensor:
+        """One fused step of Muon's Nesterov momentum on this momentum buffer, in place.
+
+        ``grad``: dense BF16 of this shape, contiguous. Returns the update before torch
+        orthogonalises it, a new tensor like ``grad``.
+        """
+        return ops.fused_muon((self._stored, self.layout), grad, momentum=momentum)
 
     def repack(self) -> CompressedTensor:
         """Store the present values anew with the capacity that they need. Synchronises on CUDA."""

@@ -42,7 +42,11 @@ def fields_of(struct: str, file: str) -> list[str]:
 
 def test_argument_structures_match_the_kernels() -> None:
     assert fields_of("Args", "common.cuh") == [name for name, *_ in jit.Args._fields_]
-    for file, args in (("sgd_update.cuh", steps.SgdArgs), ("adam_update.cuh", steps.AdamArgs)):
+    for file, args in (
+        ("sgd_update.cuh", steps.SgdArgs),
+        ("adam_update.cuh", steps.AdamArgs),
+        ("muon_update.cuh", steps.MuonArgs),
+    ):
         assert fields_of("StepArgs", file) == [name for name, *_ in args._fields_]
     names = [name for name, *_ in steps._list_type(steps.SgdArgs)._fields_]
     assert fields_of("StepList", "step.cuh") == names

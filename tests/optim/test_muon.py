@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import lct
+from lct.optim import muon
 from lct.tensor import CompressedTensor
 from training import assert_same_bits, assert_same_model, assert_same_state
 
@@ -57,6 +58,49 @@ def test_bits_of_torch(options: dict[str, Any], dtype: torch.dtype, compressed: 
     held = [optimizer.state[p]["momentum_buffer"] for p in b.parameters()]
     if dtype is torch.bfloat16:
         assert sum(isinstance(buffer, CompressedTensor) for buffer in held) == 3  # not the small
+
+
+@pytest.mark.parametrize("case", ["kernel", "plain", "FP32", "tensor lr", "other torch"])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_what_a_kernel_is_asked_for(
+    compressed: bool, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way to the kernel without one, and what goes the other way."""
+    calls = []
+
+    def step_by_torch(self: CompressedTensor, grad: torch.Tensor, momentum: float) -> torch.Tensor:
+        calls.append(tuple(grad.shape))
+        buffer = self.decode().lerp_(grad, 1 - momentum)
+        self.encode_(buffer)
+        return grad.lerp(buffer, momentum)
+
+    monkeypatch.setattr(CompressedTensor, "can_step_fused", lambda *tensors: True)
+    monkeypatch.setattr(CompressedTensor, "muon_", step_by_torch)
+    if case == "other torch":
+        monkeypatch.setattr(muon, "_orthogonalise", None)
+    dtype = torch.float32 if case == "FP32" else torch.bfloat16
+    lr: Any = torch.tensor(0.01) if case == "tensor lr" else 0.01
+    a, b = Matrices(dtype), Matrices(dtype)
+    if compressed:
+        lct.compress_(b)
+    options: dict[str, Any] = {"lr": lr, "momentum": 0.9, "nesterov": case != "plain"}
+    expected = torch.optim.Muon(a.parameters(), **options)
+    optimizer = lct.optim.Muon(b.parameters(), **options)
+    for step in range(4):
+        for model, opt in ((a, expected), (b, optimizer)):
+            set_grads(model, step)
+            opt.step()
+        assert_same_model(a, b)
+    assert_same_state(expected, optimizer)
+    assert calls == ([(48, 200), (300, 40)] * 3 if case == "kernel" else [])
+    # A gradient that lies otherwise than the momentum.
+    for model, opt in ((a, expected), (b, optimizer)):
+        set_grads(model, 4)
+        turned = model.wide.grad.t().contiguous().t()
+        model.wide.grad = turned
+        opt.step()
+    assert_same_model(a, b)
+    assert (48, 200) not in calls[6:]
 
 
 def test_checkpoints_go_both_ways() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, TypeGuard
 
 import torch
-from torch.optim._muon import muon
+from torch.optim import _muon as torch_muon
 
 from ..nn.compressed_weight import CompressedWeight
 from ..tensor import CompressedTensor
@@ -22,9 +23,11 @@ class Muon(CompressedState, torch.optim.Muon):
     """``torch.optim.Muon`` with the same arguments, keys and bits, and compressed momentum.
 
     Takes parameters of two dimensions, as torch's does. ``momentum_buffer`` of BF16, FP16 and FP32
-    parameters (of ``lct.compress_`` or dense ones) is held compressed. Parameters are decoded,
-    stepped by torch and encoded one by one, on CUDA too: the step is matrix products for the most
-    part. RuntimeError for gradients that are sparse, and for complex parameters.
+    parameters (of ``lct.compress_`` or dense ones) is held compressed. On CUDA a kernel steps
+    compressed BF16 momentum without a dense copy and gives the update that torch orthogonalises;
+    other momentum is decoded, stepped by torch and encoded. Compressed parameters are decoded,
+    stepped by torch and encoded one by one. RuntimeError for gradients that are sparse, and for
+    complex parameters.
     """
 
     def _check(self, group: dict[str, Any], params: list[torch.Tensor]) -> Rounding:
@@ -45,9 +48,12 @@ class Muon(CompressedState, torch.optim.Muon):
             assert param.grad is not None
             state = self.state[param]
             held = state.get("momentum_buffer")
+            if _kernel_takes(held, param, options):
+                _step_fused(param, held, options)
+                continue
             buffer = torch.zeros_like(param.grad) if held is None else decode_state(param, held)
             weight = param.dense() if isinstance(param, CompressedWeight) else param
-            muon([weight], [param.grad], [buffer], has_complex=False, **options)
+            torch_muon.muon([weight], [param.grad], [buffer], has_complex=False, **options)
             if has_compressible_state(param):
                 into = held if isinstance(held, CompressedTensor) else None
                 buffer = compress_state(param, buffer, into)
@@ -66,3 +72,54 @@ _OPTIONS = (
     "ns_steps",
     "adjust_lr_fn",
 )
+
+
+def _part_of_torch(name: str, *parameters: str) -> Any:
+    """Torch's private function of this name; None where a version of torch has no such one."""
+    function = getattr(torch_muon, name, None)
+    known = function is not None and tuple(inspect.signature(function).parameters) == parameters
+    return function if known else None
+
+
+_orthogonalise = _part_of_torch(
+    "_zeropower_via_newtonschulz", "grad", "ns_coefficients", "ns_steps", "eps"
+)
+_adjust_lr = _part_of_torch("_adjust_lr", "lr", "adjust_lr_fn", "param_shape")
+
+
+def _kernel_takes(
+    held: Any, param: torch.Tensor, options: dict[str, Any]
+) -> TypeGuard[CompressedTensor]:
+    """Whether the kernel steps the momentum ``held`` of ``param``: BF16 on CUDA, laid out in memory
+    like gradient and parameter, from the second step on.
+    """
+    grad = param.grad
+    assert grad is not None
+    return (
+        isinstance(held, CompressedTensor)
+        and _orthogonalise is not None
+        and _adjust_lr is not None
+        # Without Nesterov's momentum torch orthogonalises the buffer, and scales it in place.
+        and options["nesterov"]
+        and not any(isinstance(options[name], torch.Tensor) for name in ("lr", "momentum"))
+        and grad.dtype == torch.bfloat16
+        and grad.shape == held.shape
+        and grad.is_contiguous()
+        and param.is_contiguous()
+        and held.can_step_fused()
+        # A group that finds no room in the arena, as in a graph it may, has no update.
+        and not (grad.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _step_fused(param: torch.Tensor, held: CompressedTensor, options: dict[str, Any]) -> None:
+    """Torch's step, in torch's order, with the kernel for the momentum."""
+    assert param.grad is not None
+    lr = options["lr"]
+    update = held.muon_(param.grad, momentum=options["momentum"])
+    update = _orthogonalise(update, options["ns_coefficients"], options["ns_steps"], options["eps"])
+    weight = param.dense() if isinstance(param, CompressedWeight) else param
+    weight.mul_(1 - lr * options["weight_decay"])
+    weight.add_(update, alpha=-_adjust_lr(lr, options["adjust_lr_fn"], param.shape))
+    if isinstance(param, CompressedWeight):
+        param.copy_(weight)

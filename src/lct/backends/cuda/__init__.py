@@ -2,7 +2,7 @@
 
 from . import arena
 from .codec import decode, encode, group_needs, group_needs_later, lease, to_canonical
-from .steps import adam, sgd
+from .steps import adam, muon, sgd
 
 __all__ = [
     "adam",
@@ -12,6 +12,7 @@ __all__ = [
     "group_needs",
     "group_needs_later",
     "lease",
+    "muon",
     "sgd",
     "to_canonical",
 ]

@@ -78,6 +78,7 @@ class Kernel:
 _POOLED = ("common.cuh", "arena.cuh", "pooled.cuh")
 _SGD_OPTIONS = ("ROUNDING", "NESTEROV", "MAXIMIZE", "DECAY", "SCALED")
 _ADAM_OPTIONS = ("ROUNDING", "RECIPROCAL", "MAXIMIZE", "L2_DECAY", "DECOUPLED_DECAY", "SCALED")
+_MUON_OPTIONS = ("BUFFER_FROM_GRAD", "UPDATE_FROM_GRAD")
 KERNELS: dict[str, Kernel] = {
     row.entry: row
     for row in (
@@ -100,6 +101,13 @@ KERNELS: dict[str, Kernel] = {
             ("POOLED", "STEPS", "GROUPS_PER_BLOCK"),
             _ADAM_OPTIONS,
             rare_in_shared=True,
+        ),
+        Kernel(
+            "muon_step",
+            (*_POOLED, "pooled_group.cuh", "muon_update.cuh", "step.cuh", "muon.cu"),
+            True,
+            ("POOLED", "STEPS", "GROUPS_PER_BLOCK"),
+            _MUON_OPTIONS,
         ),
         Kernel("select_book", ("common.cuh", "select.cu"), None, ("DTYPE", "POOLED")),
         Kernel("sweep_chunks", ("common.cuh", "arena.cuh", "sweep.cu"), None, ()),

@@ -55,6 +55,16 @@ class AdamArgs(ctypes.Structure):
     ]
 
 
+class MuonArgs(ctypes.Structure):
+    """The argument of ``muon_step``; mirrors ``struct StepArgs`` in muon_update.cuh."""
+
+    _fields_ = [
+        ("tensors", jit.Args * 1),
+        *[(name, ctypes.c_uint64) for name in ("grad", "update")],
+        *[(name, ctypes.c_float) for name in ("buffer_share", "update_share")],
+    ]
+
+
 # A payload and its layout; the tensors of one update, the parameter first.
 Part = tuple[Any, PayloadLayout]
 Update = Sequence[Part]
@@ -148,6 +158,34 @@ def adam(
         grad_scale is not None,
     )
     _launch("adam_step", args, updates, grads, options, grad_scale, found_inf)
+
+
+def muon(buffer: Part, grad: torch.Tensor, *, momentum: float) -> torch.Tensor:
+    """Muon's Nesterov momentum on a buffer that exists, a pooled BF16 payload, in place.
+
+    ``grad``: dense BF16. Returns what torch orthogonalises, dense BF16 of its shape, contiguous.
+    Bits of torch's ``buffer.lerp_(grad, 1 - momentum)`` and ``grad.lerp(buffer, momentum)``. Does
+    not wait for the device.
+    """
+    update = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    buffer_share, buffer_from_grad = _lerp_share(1 - momentum)
+    update_share, update_from_buffer = _lerp_share(momentum)
+    args = MuonArgs(update=update.data_ptr(), buffer_share=buffer_share, update_share=update_share)
+    # In the order of the kernel's options.
+    options = buffer_from_grad, not update_from_buffer
+    _launch("muon_step", args, [[buffer]], [grad], options, None, None)
+    return update
+
+
+def _lerp_share(weight: float) -> tuple[float, bool]:
+    """How torch's lerp with a number computes: the factor of ``end - self``, and whether that is
+    added to ``end`` (which is the nearer one) instead of ``self``.
+    """
+    rounded = ctypes.c_float(weight).value
+    if abs(rounded) < 0.5:
+        return rounded, False
+    # Exact in double, so that rounding it to float gives float's difference. -0 where weight is 1.
+    return -(1 - rounded), True
 
 
 def _check_rounding(rounding: str) -> None:

@@ -2,7 +2,8 @@
 // all (docs/format.md). The file of an optimizer defines TENSORS, `struct StepArgs` and `struct Update`:
 //   __device__ Update(const StepArgs&);
 //   __device__ void operator()(u32 (&values)[TENSORS][4], const u32 (&grad)[4]) const;
-// on eight values of each tensor, packed BF16: the lane's quads of two steps.
+// on eight values of each tensor, packed BF16: the lane's quads of two steps. With DENSE_UPDATE it takes a `grad` that
+// may be changed, and what it leaves there is stored as dense BF16 at `StepArgs.update`.
 //
 // Thread mapping: one warp a group of 8,192 values, WARPS groups a block; lane l updates quad l of each step.
 // Shared memory (dynamic): tables of every tensor, then the old slots of every warp, fetched with cp.async. A group's
@@ -61,10 +62,14 @@ struct GroupStep {
     GroupCoder coder[TENSORS];
     u8* plane[TENSORS];  // of the group: the same in all lanes, so that addresses take few registers
     const u8* grad;
+#if DENSE_UPDATE
+    u8* dense;  // the update's
+#endif
 
-    // Values of two steps: join, update, store sign-fraction bytes. Exponents in `x` are replaced by the new ones.
+    // Values of two steps: join, update, store sign-fraction bytes. Exponents in `x` are replaced by the new ones, `g` by
+    // what the update leaves of the gradient.
     template <class Store>
-    __device__ __forceinline__ void update(const Update& change, const u32 (&sf)[TENSORS][2], const uint2 (&g)[2],
+    __device__ __forceinline__ void update(const Update& change, const u32 (&sf)[TENSORS][2], uint2 (&g)[2],
                                            u32 (&x)[TENSORS][4], const Store& store) {
         u32 values[TENSORS][4];
 #pragma unroll
@@ -74,7 +79,9 @@ struct GroupStep {
                 uint2 v = join4(sf[t][k], x[t][2 * k], x[t][2 * k + 1]);
                 values[t][2 * k] = v.x, values[t][2 * k + 1] = v.y;
             }
-        change(values, {g[0].x, g[0].y, g[1].x, g[1].y});
+        u32 gradient[4] = {g[0].x, g[0].y, g[1].x, g[1].y};
+        change(values, gradient);
+        g[0] = make_uint2(gradient[0], gradient[1]), g[1] = make_uint2(gradient[2], gradient[3]);
 #pragma unroll
         for (int t = 0; t < TENSORS; t++)
 #pragma unroll
@@ -114,6 +121,11 @@ struct GroupStep {
             }
             update(change, sf, g, x,
                    [&](int t, int k, uint2& v) { *(u32*)(plane[t] + at + k * 128) = sign_fractions4(v); });
+#if DENSE_UPDATE
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+                *(uint2*)(dense + 2 * at + k * 256) = g[k];
+#endif
             GroupCoder::Plan plans[TENSORS];
             rare = false;
 #pragma unroll
@@ -163,6 +175,12 @@ struct GroupStep {
                 v = make_uint2(v.x & keep[k].x, v.y & keep[k].y);
                 if (keep[k].x) *(u32*)(plane[t] + (step + k) * 128 + lane * 4) = sign_fractions4(v);
             });
+#if DENSE_UPDATE
+#pragma unroll
+            for (u32 k = 0; k < 2; k++)
+                if (k < count)
+                    store_dense_guarded(s.update, start + (step + k) * 128, n, make_uint4(g[k].x, g[k].y, 0, 0));
+#endif
 #pragma unroll
             for (int t = 0; t < TENSORS; t++)
                 coder[t].any_span(step, make_uint2(x[t][0], x[t][1]), make_uint2(x[t][2], x[t][3]), count);
@@ -183,7 +201,9 @@ __device__ __forceinline__ void run_step(const StepList& list) {
         number++;
     const StepArgs& s = list.steps[number];
     const u32 block = blockIdx.x - list.first_block[number];
+#if !DENSE_UPDATE
     if (s.found_inf && *s.found_inf == 1.0f) return;
+#endif
     u32* tables = (u32*)shared;
     const Args& all = s.tensors[0];  // what is the same for every tensor
     const u32 warp = warp_number(), lane = threadIdx.x % 32, group = all.first_group + block * warps() + warp;
@@ -204,6 +224,9 @@ __device__ __forceinline__ void run_step(const StepList& list) {
             old_shifts[t] = g.old[t].fetch(a, slots[t], group, lane, steps, tail ? a.tail_capacity : a.capacity);
     }
     g.grad = (const u8*)s.grad + (u64)group * (2 * GROUP_VALUES);
+#if DENSE_UPDATE
+    g.dense = (u8*)s.update + (u64)group * (2 * GROUP_VALUES);
+#endif
     if (active && !tail) g.prefetch_piece(0, lane);
     __shared__ bool admitted;
 #if RARE_IN_SHARED
