@@ -373,3 +373,13 @@ def test_stats_have_the_sites_of_the_last_block() -> None:
     assert row.startswith(__file__) and "64 × 64" in row and not kept
     assert site["encode_seconds"] > 0 and site["decode_seconds"] > 0
     assert site["saved_bytes"] == site["dense_bytes"] - site["stored_bytes"] > 0
+
+
+def test_min_bytes_leaves_more_as_it_is() -> None:
+    large, small = (torch.randn(n, 1024).to(BF16).requires_grad_() for n in (64, 16))
+    with lct.compress_activations(min_bytes=64 << 10) as saved:
+        out = (large * 2).sigmoid().sum() + (small * 2).sigmoid().sum()
+    assert saved.encoded == 1 and saved.kept["it is small"] == 1
+    out.backward()
+    with pytest.raises(ValueError, match="min_bytes must be at least 0, got -1"):
+        lct.compress_activations(min_bytes=-1).__enter__()

@@ -20,12 +20,13 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class Storage:
-    """What LCT holds compressed."""
+    """What LCT holds compressed; of the activations, storages of ``min_bytes`` or more."""
 
     name: str
     weights: bool = False
     state: bool = False
     activations: bool = False
+    min_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ STORAGES = (
     Storage("lct-weights-state", weights=True, state=True),
     Storage("lct-activations", activations=True),
     Storage("lct-all", weights=True, state=True, activations=True),
+    Storage("lct-large", weights=True, state=True, activations=True, min_bytes=4 << 20),
 )
 NO_SAVING = Saving("")
 SAVINGS = (
@@ -145,7 +147,7 @@ class Variant:
     def save(self) -> AbstractContextManager[Any]:
         """The context of forward."""
         if self.storage.activations:
-            return compress_activations()
+            return compress_activations(min_bytes=self.storage.min_bytes)
         if self.saving.offload:
             return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
         return contextlib.nullcontext()

@@ -120,8 +120,9 @@ class SavedActivations:
     ``profile``: whether encodes and decodes are timed, which waits for the device around each.
     """
 
-    def __init__(self, profile: bool = False) -> None:
+    def __init__(self, profile: bool = False, min_bytes: int = 0) -> None:
         self.profile = profile
+        self.min_bytes = min_bytes
         self.kept: Counter[str] = Counter()
         self._sites: dict[Any, SaveSite] = {}
         self._by_instruction: dict[Any, SaveSite] = {}
@@ -179,7 +180,7 @@ class SavedActivations:
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """Pack hook: a ``_Saved`` or a ``_Kept``."""
-        reason = _reason_to_keep(tensor)
+        reason = _reason_to_keep(tensor, self.min_bytes)
         if not reason:
             stored = self._find_or_store(tensor)
             if isinstance(stored, _Stored):
@@ -479,7 +480,7 @@ def _changed(dtype: torch.dtype, shape: torch.Size, saved: int, current: int) ->
     )
 
 
-def _reason_to_keep(tensor: torch.Tensor) -> str:
+def _reason_to_keep(tensor: torch.Tensor, min_bytes: int) -> str:
     # Cheap and frequent reasons first: this runs for everything that a model saves.
     if type(tensor) is not torch.Tensor:
         return "it is a parameter or a subclass"
@@ -494,7 +495,8 @@ def _reason_to_keep(tensor: torch.Tensor) -> str:
         return "it is a view of a parameter"
     if tensor.is_nested or tensor.is_neg() or tensor.is_inference():
         return "it is a nested, negated or inference tensor"
-    if tensor.untyped_storage().nbytes() < rule.min_bytes:
+    size = tensor.untyped_storage().nbytes()
+    if size < rule.min_bytes or size < min_bytes:
         return "it is small"
     if torch._C._current_graph_task_id() != -1:
         return "it is saved within a backward, which needs it at once"
@@ -532,7 +534,9 @@ def last_saved() -> SavedActivations | None:
 
 
 @contextlib.contextmanager
-def compress_activations(*, profile: bool = False) -> Iterator[SavedActivations]:
+def compress_activations(
+    *, profile: bool = False, min_bytes: int = 0
+) -> Iterator[SavedActivations]:
     """Compress, losslessly, what autograd saves within the block; backward may run after it.
 
     BF16, FP16 and FP32 tensors go through the codec (FP32 that was cast from BF16 as BF16), masks
@@ -541,6 +545,9 @@ def compress_activations(*, profile: bool = False) -> Iterator[SavedActivations]
     entropy saves, and what is saved while a backward runs. Gives a ``SavedActivations``: counts and
     bytes, by line of the model too (``sites``); ``lct.stats()["activations"]`` has those of the
     last block. ``profile``: also time encodes and decodes, waiting for the device around each.
+    ``min_bytes``: leave smaller storages as they are too. On a GPU an encode and a decode take tens
+    of microseconds each, however small the tensor is: where the host is what a step waits for, a
+    few MiB give up little memory and much of that time. ValueError where it is negative.
 
     A saved tensor that is changed in place before backward raises autograd's error, as without
     LCT. A change that torch does not see (through ``.data``, or by a kernel of one's own) is not
@@ -551,12 +558,14 @@ def compress_activations(*, profile: bool = False) -> Iterator[SavedActivations]
     around one they compress what the checkpoint saves. What a selective checkpoint caches passes no
     hooks and stays dense. ``torch.func`` transforms refuse the hooks with an error of their own.
     """
+    if min_bytes < 0:
+        raise ValueError(f"min_bytes must be at least 0, got {min_bytes}")
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if outer is not None:
         _check_outer(outer[0])
     saved = getattr(outer[0], "__self__", None) if outer is not None else None
     if not isinstance(saved, SavedActivations):
-        saved = SavedActivations(profile)
+        saved = SavedActivations(profile, min_bytes)
     global _last
     _last = saved
     with saved_tensors_hooks(saved.pack, _unpack):
