@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from lct.bench.models.byte_gpt import ByteGpt, GptSize
 from lct.bench.planning import measure_step, training_of
 from lct.cli.app import app
+from lct.nn import room
 from lct.plan import PARTS, Training, plan_memory
 from training import BF16
 
@@ -23,6 +24,12 @@ ERROR = 0.02
 SIZE = GptSize("test", 2, 128, 4, 128, "native")
 ALL = frozenset(PARTS)
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests saved from the same lines of a model is no business of these."""
+    monkeypatch.setattr(room, "_rooms", {})
 
 
 def small_gpt() -> nn.Module:
