@@ -133,7 +133,7 @@ def test_kernels_are_those_of_the_device(device: str) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"must be one of qwen3-0\.6b, .* got 'gpt-17'"):
+    with pytest.raises(ValueError, match=r"must be one of qwen3-4b, .* got 'gpt-17'"):
         training_of("gpt-17", tokens=8, batch=1)
     with pytest.raises(ValueError, match="optimizer must be one of sgd, adamw, muon, got 'lamb'"):
         gpt_training(optimizer="lamb")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..config import arena_limit_bytes
 from ..memory import LiveBytes
 from ..plan import PHASES, StepBytes, Trainer, Training, live_step_bytes
 from .models.byte_gpt import SIZES, ByteGpt
+from .models.transformers_models import SHAPES, config_of
 
 # What torch's allocator gives to cuBLAS: 32 MiB on Hopper, once for forward's thread and once for
 # backward's (CUBLAS_WORKSPACE_CONFIG).
@@ -23,50 +24,13 @@ WORKSPACE_BYTES = 2 * (32 << 20)
 GPU_BYTES = 80_000_000_000  # where there is no GPU to ask
 
 
-@dataclass(frozen=True)
-class KnownModel:
-    """A published configuration of Hugging Face transformers. ``family``: its ``model_type``."""
-
-    name: str
-    family: str
-    config: dict[str, Any]
-
-
-def _known(name: str, family: str, sizes: tuple[int, ...], tied: bool) -> KnownModel:
-    width, mlp_width, layers, heads, kv_heads, head_dim, vocabulary = sizes
-    return KnownModel(
-        name,
-        family,
-        {
-            "hidden_size": width,
-            "intermediate_size": mlp_width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "vocab_size": vocabulary,
-            "tie_word_embeddings": tied,
-        },
-    )
-
-
-KNOWN_MODELS = {
-    model.name: model
-    for model in (
-        _known("qwen3-0.6b", "qwen3", (1024, 3072, 28, 16, 8, 128, 151936), tied=True),
-        _known("qwen3-4b", "qwen3", (2560, 9728, 36, 32, 8, 128, 151936), tied=True),
-        _known("qwen3-8b", "qwen3", (4096, 12288, 36, 32, 8, 128, 151936), tied=False),
-        _known("llama-3.2-1b", "llama", (2048, 8192, 16, 32, 8, 64, 128256), tied=True),
-        _known("llama-3.1-8b", "llama", (4096, 14336, 32, 32, 8, 128, 128256), tied=False),
-    )
-}
 BYTE_GPTS = {f"byte-gpt-{name}": size for name, size in SIZES.items()}
 
 
 def training_of(model: str, *, tokens: int, batch: int, **options: Any) -> Training:
     """The training of ``model`` in BF16 on ``batch`` sequences of ``tokens`` tokens.
 
-    ``model``: a name of ``KNOWN_MODELS`` or ``BYTE_GPTS``, a transformers configuration (a file or
+    ``model``: a name of ``SHAPES`` or ``BYTE_GPTS``, a transformers configuration (a file or
     a directory with ``config.json``), or ``module:factory``, a function without arguments that
     gives a module whose ``loss(tokens)`` takes int64 (batch, tokens + 1). ``options``: of
     ``Training``. ValueError for a model that is none of these.
@@ -89,9 +53,9 @@ def _resolve(model: str) -> tuple[Callable[[], nn.Module], Loss, int]:
         # The products of CPUs without BF16 instructions are no part of a plan.
         size = replace(BYTE_GPTS[model], products="native")
         return lambda: ByteGpt(size).to(torch.bfloat16), _own_loss, 1
-    if model in KNOWN_MODELS:
-        known = KNOWN_MODELS[model]
-        return (lambda: _from_config(_auto_config(known.family, known.config))), _hf_loss, 0
+    if model in SHAPES:
+        shape = SHAPES[model]
+        return (lambda: _from_config(config_of(shape, shape.num_layers))), _hf_loss, 0
     if Path(model).exists():
         path = Path(model)
         return (lambda: _from_config(_read_config(path))), _hf_loss, 0
@@ -99,7 +63,7 @@ def _resolve(model: str) -> tuple[Callable[[], nn.Module], Loss, int]:
     if colon and module and factory:
         function = getattr(importlib.import_module(module), factory)
         return lambda: function().to(torch.bfloat16), _own_loss, 1
-    known_names = ", ".join((*KNOWN_MODELS, *BYTE_GPTS))
+    known_names = ", ".join((*SHAPES, *BYTE_GPTS))
     raise ValueError(
         f"a model must be one of {known_names}, a file or directory with a transformers "
         f"configuration, or module:factory, got {model!r}"
@@ -112,12 +76,6 @@ def _own_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def _hf_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-
-def _auto_config(family: str, config: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(family, **config)
 
 
 def _read_config(path: Path) -> Any:

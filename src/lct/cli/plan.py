@@ -26,7 +26,7 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Name (qwen3-4b, llama-3.1-8b, byte-gpt-cuda, …), transformers configuration "
+            help="Name (qwen3-4b, llama-3-8b, byte-gpt-cuda, …), transformers configuration "
             "(file or directory), or module:factory.",
             show_default=False,
         ),

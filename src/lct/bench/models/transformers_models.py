@@ -84,28 +84,35 @@ SHAPES = {
 }
 
 
+def config_of(shape: Shape, num_layers: int) -> Any:
+    """The configuration of transformers for ``shape``."""
+    from transformers import AutoConfig
+
+    sizes: dict[str, Any] = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.mlp_width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "tie_word_embeddings": shape.tied,
+        "use_cache": False,
+    }
+    return AutoConfig.for_model(shape.family, **sizes)
+
+
 class TransformersLm(CausalLm):
     """``AutoModelForCausalLM.from_config``, BF16, sdpa, without a cache; on the meta device."""
 
     def __init__(self, shape: Shape, num_layers: int) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         super().__init__()
-        sizes: dict[str, Any] = {
-            "vocab_size": shape.vocabulary,
-            "hidden_size": shape.width,
-            "intermediate_size": shape.mlp_width,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "rms_norm_eps": shape.rms_norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-            "tie_word_embeddings": shape.tied,
-            "use_cache": False,
-        }
         self.vocabulary = shape.vocabulary
-        config = AutoConfig.for_model(shape.family, **sizes)
+        config = config_of(shape, num_layers)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=torch.bfloat16, attn_implementation="sdpa"
