@@ -1,8 +1,9 @@
 """Compressed weights and saved activations."""
 
 from . import weight_ops  # noqa: F401 - fills the tables that CompressedWeight dispatches by
-from .activations import SavedActivations, SaveSite, compress_activations
+from .activations import SavedActivations, compress_activations
 from .compressed_weight import CompressedWeight
+from .sites import SaveSite
 from .weights import CompressionReport, WeightReport, compress_, compression_report, decompress_
 
 __all__ = [

@@ -9,7 +9,6 @@ The graph owns what is stored; this module keeps weak references only.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 import warnings
@@ -17,7 +16,6 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..tensor import CompressedTensor, encode
 from ..text import text_table
 from .bits import PackedBits, pack_bits
-from .room import Room, room_of
+from .sites import SaveSite, Sites
 from .untraced import untraced
 
 
@@ -76,43 +74,6 @@ _VIEWS = {
 _OF_LOSSES = {"LogSoftmaxBackward0"}
 
 
-@dataclass(slots=True, eq=False)
-class SaveSite:
-    """What one line of a model has saved: the saves of one tensor shape, dtype and producer.
-
-    ``place``: file and line of the innermost frame that is neither torch's nor LCT's;
-    ``producer``: the op that made the tensor, empty where it has no history. Each storage counts
-    once in ``encoded`` and the bytes (payloads without spilled chunks, which only the device
-    knows); ``reused`` counts further saves of it, ``decoded`` how often backward had it decoded.
-    Seconds are measured in a ``profile=True`` block, and 0 elsewhere. ``room``: the capacity that
-    its payloads get.
-    """
-
-    place: str
-    producer: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    room: Room
-    encoded: int = 0
-    reused: int = 0
-    decoded: int = 0
-    dense_bytes: int = 0
-    stored_bytes: int = 0
-    encode_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes that compression saves, of all storages of this site."""
-        return self.dense_bytes - self.stored_bytes
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same for programs."""
-        fields = {name: getattr(self, name) for name in self.__slots__ if name != "room"}
-        fields.update(dtype=str(self.dtype).removeprefix("torch."), shape=list(self.shape))
-        return {**fields, "saved_bytes": self.saved_bytes, "capacity_words": self.room.words}
-
-
 class SavedActivations:
     """What one ``compress_activations`` block has seen: ``sites``, and their sums.
 
@@ -124,35 +85,34 @@ class SavedActivations:
         self.profile = profile
         self.min_bytes = min_bytes
         self.kept: Counter[str] = Counter()
-        self._sites: dict[Any, SaveSite] = {}
-        self._by_instruction: dict[Any, SaveSite] = {}
+        self._sites = Sites()
         # By address of a storage, version, dtype and stream. An entry ends with what it refers to.
         self._stored: dict[Any, weakref.ref[_Stored]] = {}
 
     @property
     def sites(self) -> list[SaveSite]:
         """One entry a line, shape, dtype and producer; those that save the most bytes first."""
-        return sorted(self._sites.values(), key=lambda site: -site.saved_bytes)
+        return sorted(self._sites, key=lambda site: -site.saved_bytes)
 
     @property
     def encoded(self) -> int:
         """Storages that were compressed."""
-        return sum(site.encoded for site in self._sites.values())
+        return sum(site.encoded for site in self._sites)
 
     @property
     def reused(self) -> int:
         """Saves that found their storage compressed."""
-        return sum(site.reused for site in self._sites.values())
+        return sum(site.reused for site in self._sites)
 
     @property
     def dense_bytes(self) -> int:
         """Bytes of the compressed storages, each once."""
-        return sum(site.dense_bytes for site in self._sites.values())
+        return sum(site.dense_bytes for site in self._sites)
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of their payloads, without spilled chunks, which only the device knows."""
-        return sum(site.stored_bytes for site in self._sites.values())
+        return sum(site.stored_bytes for site in self._sites)
 
     def as_dict(self) -> dict[str, Any]:
         """Sums, reasons and sites for programs."""
@@ -199,12 +159,12 @@ class SavedActivations:
         stored = ref() if ref is not None else None
         # An address is used again after its storage was freed, and what was stored may live on.
         if stored is not None and stored.source() is source:
-            self._site_of(tensor).reused += 1
+            self._sites.of(tensor).reused += 1
             return stored
         size = source.nbytes()
         if tensor.nbytes < MIN_COVERAGE * size:
             return "it is a small part of its storage"
-        site = self._site_of(tensor)
+        site = self._sites.of(tensor)
         # Most tensors are all of their storage, and need no view of it, here and in unpack.
         coded = tensor.dtype != torch.bool
         whole = coded and tensor.nbytes == size and tensor.is_contiguous()
@@ -228,41 +188,6 @@ class SavedActivations:
 
         table[key] = weakref.ref(stored, ended)
         return stored
-
-    def _site_of(self, tensor: torch.Tensor) -> SaveSite:
-        # Called for every save, and takes about a microsecond. A frame's line number has to be
-        # searched for: lines are told apart by their instructions, which is as good.
-        frame = sys._getframe(2)
-        while (internal := _internal.get(frame.f_code.co_filename)) is not False:
-            if internal is None:
-                name = frame.f_code.co_filename
-                _internal[name] = name.startswith(_INTERNAL) or "torchinductor_" in name
-            elif frame.f_back is None:
-                break
-            else:
-                frame = frame.f_back
-        code, node = frame.f_code, tensor.grad_fn
-        producer = node.name() if node is not None else ""
-        shape = tensor.shape
-        line = code.co_filename, code.co_firstlineno, frame.f_lasti
-        key = (*line, producer, tensor.dtype, shape)
-        site = self._by_instruction.get(key)
-        if site is None:
-            place = f"{code.co_filename}:{frame.f_lineno}"
-            fields = place, producer.partition("Backward")[0], tensor.dtype, tuple(shape)
-            room = room_of(place, producer, tensor)
-            site = self._sites.setdefault(fields, SaveSite(*fields, room))
-            self._by_instruction[key] = site
-        return site
-
-
-# Whether a file belongs to torch, to this package or to a compiler, and is no place of a model's.
-_internal: dict[str, bool] = {}
-_INTERNAL = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parent),
-    "<eval_with_key>",
-)
 
 
 def _current_stream(tensor: torch.Tensor) -> int:
