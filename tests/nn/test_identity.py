@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 import lct
 from lct.nn import CompressedWeight
@@ -107,7 +108,13 @@ def _scheduler(name: str, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     return schedulers.ConstantLR(optimizer, 1.0)
 
 
-def _run(setup: Setup, device: str, steps: int, with_lct: bool) -> Run:
+def _compile_layers(model: nn.Module, backend: str) -> None:
+    (layers,) = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+    for layer in layers:
+        layer.compile(backend=backend)
+
+
+def _run(setup: Setup, device: str, steps: int, with_lct: bool, backend: str | None = None) -> Run:
     kind = KINDS[setup.model]
     torch.manual_seed(0)
     model = kind.build().to(device, BF16).train()
@@ -116,6 +123,8 @@ def _run(setup: Setup, device: str, steps: int, with_lct: bool) -> Run:
     if with_lct:
         lct.compress_(model)
         _assert_compressed(model)
+    if backend is not None:
+        _compile_layers(model, backend)
     optimizers = _optimizers(setup.optimizer, model, lct.optim if with_lct else torch.optim)
     schedulers = [_scheduler(setup.scheduler, optimizer, steps) for optimizer in optimizers]
     batches = iter(kind.batches(steps * setup.accumulate))
@@ -162,9 +171,10 @@ def _assert_took_part(setup: Setup, run: Run, steps: int) -> None:
     assert all(loss.isfinite() for loss in run.losses)
 
 
-def check(setup: Setup, device: str, steps: int) -> None:
-    expected = _run(setup, device, steps, with_lct=False)
-    got = _run(setup, device, steps, with_lct=True)
+def check(setup: Setup, device: str, steps: int, backend: str | None = None) -> None:
+    """``backend``: of the compiler that takes every layer by itself, in both runs."""
+    expected = _run(setup, device, steps, False, backend)
+    got = _run(setup, device, steps, True, backend)
     _assert_took_part(setup, got, steps)
     assert_same_losses(expected.losses, got.losses)
     assert_same_model(expected.model, got.model)
@@ -195,3 +205,33 @@ def test_a_run_on_the_cpu(setup: Setup) -> None:
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_a_run_on_cuda(setup: Setup) -> None:
     check(setup, "cuda", STEPS)
+
+
+COMPILED = [
+    Setup("byte_gpt", "muon", "none", True, 1, 1.0, "cosine"),
+    Setup("qwen3", "sgd", "none", True, 2, None, "one-cycle"),
+    Setup("llama", "adamw", "none", False, 1, None, "cosine"),
+    Setup("vit", "adamw", "none", True, 1, 1.0, "none"),
+]
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    # Without it Inductor keeps the results of what it fuses in FP32, and what it fuses decides.
+    with inductor_config.patch(emulate_precision_casts=True):
+        yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("setup", COMPILED, ids=str)
+def test_a_compiled_run_on_the_cpu(setup: Setup) -> None:
+    check(setup, "cpu", CPU_STEPS, "aot_eager")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_deterministic", "_fresh_compiler")
+@pytest.mark.parametrize("setup", COMPILED, ids=str)
+def test_a_compiled_run_on_cuda(setup: Setup) -> None:
+    check(setup, "cuda", STEPS, "inductor")
