@@ -12,6 +12,7 @@ import torch
 import inputs
 import lct
 from compare import assert_same_bits
+from lct import ops
 from lct.dtypes import DTYPES
 from lct.errors import CorruptPayloadError
 from lct.ops import patterns
@@ -194,3 +195,9 @@ def test_damaged_bytes_are_refused() -> None:
             lct.CompressedTensor.from_canonical(damaged, (SIZE,))
     with pytest.raises(CorruptPayloadError, match="must have 20000 values"):
         lct.CompressedTensor.from_canonical(data, (SIZE - 1,))
+
+
+def test_what_cannot_shrink_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA that would wait for the device, in an optimizer at every step."""
+    monkeypatch.setattr(ops, "group_needs", lambda *_: pytest.fail("was measured"))
+    assert lct.encode(torch.randn(256).bfloat16(), capacity="exact").preset == "raw"

@@ -342,7 +342,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _exact_layout(
     dense: torch.Tensor, preset: Preset, dtype: DType, candidates: tuple[int, ...]
 ) -> PayloadLayout:
-    """The pooled layout with the capacity that ``dense`` needs, or RAW. Synchronises on CUDA."""
+    """The pooled layout with the capacity that ``dense`` needs, or RAW.
+
+    Synchronises on CUDA, but for tensors so small that they would not shrink whatever their values.
+    """
+    least = PayloadLayout.choose(preset, dtype, dense.numel(), FIRST_WORDS)
+    if least.is_raw:
+        return least
     layout = PayloadLayout(preset, dtype, dense.numel(), preset.capacity_words)
     needs = _as_full_groups(ops.group_needs(dense, layout, candidates), layout)
     return PayloadLayout.choose(
