@@ -70,7 +70,7 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
         or not weight.is_contiguous()
         # A single row may have any stride, and torch chooses the product's form by the stride.
         or (x.dim() == 2 and x.stride(0) != x.shape[1])
-        or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
+        or torch._C._is_any_autocast_enabled()
         or torch._C._functorch.maybe_current_level() is not None
     ):
         return NotImplemented
