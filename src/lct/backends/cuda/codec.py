@@ -166,11 +166,15 @@ class _EncodeCall:
         self.worst_chunks = layout.num_groups * layout.chunks_per_group
 
     def launch(self, layout: PayloadLayout, held: Lease, stream: int) -> None:
-        """Launch with what ``args`` says of the tensor and its payload."""
-        if self.search is not None:
-            self.search.launch(stream)
+        """Launch with what ``args`` says of the tensor and its payload.
+
+        The search writes the payload's header, so it comes after the credit that says that the
+        present values need not stay. In a captured graph groups may find none and keep theirs:
+        there a payload that has values keeps its book.
+        """
         arena = held.arena
-        if self.worst_chunks > arena.limit_chunks or is_capturing():
+        capturing = is_capturing()
+        if capturing or self.worst_chunks > arena.limit_chunks:
             launch_with_credit(
                 self.kernel,
                 self.args,
@@ -180,12 +184,15 @@ class _EncodeCall:
                 layout.chunks_per_group,
                 self.memory,
                 stream,
+                before=self.search if self.args.fresh or not capturing else None,
             )
             # As they were, for the next tensor.
             self.args.first_group, self.args.end_group = 0, layout.num_groups
             self.args.reserve = 0
             return
         held.last = arena.admit(self.worst_chunks, stream)
+        if self.search is not None:
+            self.search.launch(stream)
         self.code.launch(stream)
         arena.launched()
 
@@ -265,11 +272,14 @@ def launch_with_credit(
     memory: SharedMemory,
     stream: int,
     first_blocks: Any = None,
+    before: jit.Call | None = None,
 ) -> None:
     """Launch over all groups, in pieces that the arena's limit covers at worst (arena.py).
 
     ``parts``: what ``args`` says of each tensor's payloads; the first of them says which groups a
-    launch takes. ``worst_chunks`` a group.
+    launch takes. ``worst_chunks`` a group. ``before`` is launched once, when there is credit.
+    ArenaExhaustedError where the device has no memory for the arena: before anything is launched,
+    or between two pieces of a tensor, and then it says which groups have new values.
     """
     groups = [tensor[0] for tensor in parts]
     if is_capturing():
@@ -283,6 +293,8 @@ def launch_with_credit(
                 part.reserve = 1
         for held in leases:
             held.note(CAPTURED)
+        if before is not None:
+            before.launch(stream)
         call_over_groups(kernel, args, groups, memory, first_blocks).launch(stream)
         return
     count = sum(part.num_groups for part in groups)
@@ -291,9 +303,19 @@ def launch_with_credit(
         piece = max(arena.limit_chunks // 2 // worst_chunks, kernel.warps)
     for first in range(0, count, piece):
         end = min(first + piece, count)
-        sequence = arena.admit((end - first) * worst_chunks, stream)
+        try:
+            sequence = arena.admit((end - first) * worst_chunks, stream)
+        except ArenaExhaustedError as error:
+            if first == 0:
+                raise
+            raise ArenaExhaustedError(
+                f"the device has no memory for the overflow arena: of {count} groups the first "
+                f"{first} have new values, the others their old ones"
+            ) from error
         for held in leases:
             held.note(sequence)
+        if before is not None and first == 0:
+            before.launch(stream)
         if len(groups) == 1:
             groups[0].first_group, groups[0].end_group = first, end
         call_over_groups(kernel, args, groups, memory, first_blocks).launch(stream)
