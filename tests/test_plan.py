@@ -176,4 +176,5 @@ def test_the_planned_peak_on_a_gpu(parts: frozenset[str]) -> None:
     planned = plan_memory(training, parts)
     measured = measure_step(training, parts, torch.device("cuda"))
     peak = planned.peak + WORKSPACE_BYTES + arena_bytes(bool(parts))
+    # On an H200 the plan without LCT was 15 % too low, why is not known.
     assert peak == pytest.approx(measured.peak, rel=0.2)
