@@ -106,6 +106,21 @@ def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Te
     return out
 
 
+def decode_all(
+    stored: Sequence[Stored], layouts: Sequence[PayloadLayout], outs: Sequence[torch.Tensor]
+) -> None:
+    """``decode`` of many, on any devices: in few launches where they are on CUDA."""
+    on_cuda: dict[int, list[tuple[Stored, PayloadLayout, torch.Tensor]]] = {}
+    for kept, layout, out in zip(stored, layouts, outs, strict=True):
+        if out.is_cuda:
+            on_cuda.setdefault(out.get_device(), []).append((kept, layout, out))
+        else:
+            decode(kept, layout, out)
+    for decodes in on_cuda.values():
+        parts = [(kept.payload, layout) for kept, layout, _ in decodes]
+        _cuda().decode_list(parts, [out for _, _, out in decodes])
+
+
 def can_step_fused(stored: Stored, layout: PayloadLayout) -> bool:
     """Whether fused steps take this tensor: a pooled BF16 payload on CUDA."""
     return (

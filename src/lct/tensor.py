@@ -435,6 +435,21 @@ def decode(compressed: CompressedTensor) -> torch.Tensor:
     return compressed.decode()
 
 
+def decode_all(tensors: Sequence[CompressedTensor]) -> list[torch.Tensor]:
+    """``decode`` of many, on any devices: in few launches where they are on CUDA.
+
+    Each dense tensor has memory of its own.
+    """
+    stored = [tensor._stored for tensor in tensors]
+    layouts = [tensor.layout for tensor in tensors]
+    outs = [
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=kept.payload.device)
+        for tensor, kept in zip(tensors, stored, strict=True)
+    ]
+    ops.decode_all(stored, layouts, outs)
+    return outs
+
+
 def _parts(updates: Sequence[Sequence[CompressedTensor]]) -> list[list[ops.Part]]:
     return [[(tensor._stored, tensor.layout) for tensor in update] for update in updates]
 
