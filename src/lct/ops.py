@@ -106,6 +106,16 @@ def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Te
     return out
 
 
+def is_written_by_graphs(stored: Stored) -> bool:
+    """Whether a CUDA graph was captured that writes to the payload."""
+    return stored.payload.is_cuda and stored.spill.captured
+
+
+def launches_kernels(device: torch.device) -> bool:
+    """Whether work on ``device`` is launched: on CUDA, and on ``meta`` where it stands for CUDA."""
+    return device.type == "cuda" or (device.type == "meta" and meta.steps_fused())
+
+
 def decode_all(
     stored: Sequence[Stored], layouts: Sequence[PayloadLayout], outs: Sequence[torch.Tensor]
 ) -> None:

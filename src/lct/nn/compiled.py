@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .ahead import decode_for_op
 from .compressed_weight import CompressedWeight
 from .handles import root_of
 
@@ -60,7 +61,7 @@ def _decode(
             f"the graph was traced for a {dtype} weight of shape {tuple(size)}, got one of "
             f"{root.dtype} and {tuple(root.shape)}"
         )
-    return root.decode()
+    return decode_for_op(root)
 
 
 def _decode_fake(

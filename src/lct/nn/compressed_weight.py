@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..tensor import CompressedTensor, encode
+from .ahead import decode_for_op
 from .handles import handle_of, root_of
 from .strides import memory_order
 from .untraced import untraced
@@ -83,6 +84,11 @@ class CompressedWeight(torch.Tensor):
     def dense(self) -> torch.Tensor:
         """The values, decoded into a new plain tensor with this tensor's strides."""
         values = self.compressed.decode()
+        return values if self._whole else view_of(values, self)
+
+    def operand(self) -> torch.Tensor:
+        """``dense()`` for an op of a model: maybe decoded together with other weights."""
+        values = decode_for_op(self.compressed)
         return values if self._whole else view_of(values, self)
 
     @property

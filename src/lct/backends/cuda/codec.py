@@ -74,16 +74,18 @@ def template(layout: PayloadLayout) -> jit.Args:
 class Lease:
     """A payload's claim on chunks of its device's arena; gives them back when it is dropped."""
 
-    __slots__ = ("arena", "last", "serial")
+    __slots__ = ("arena", "captured", "last", "serial")
 
     def __init__(self, device: int) -> None:
         self.arena = arenas.of(device)
         self.serial = self.arena.new_serial()
         self.last = 0
+        self.captured = False
 
     def note(self, sequence: int) -> None:
         """Launch ``sequence`` writes the payload."""
         self.last = sequence
+        self.captured = self.captured or sequence == CAPTURED
 
     def __del__(self) -> None:
         # At interpreter exit torch is half gone; the process's memory goes with it.
