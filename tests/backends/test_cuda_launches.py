@@ -206,7 +206,7 @@ def test_a_list_stands_ready_for_its_layouts(monkeypatch: pytest.MonkeyPatch) ->
         Launch("pooled_decode_list", addresses(*first)),
         Launch("pooled_decode_list", addresses(*second)),
     ]
-    for other in (pooled_layout(2), pooled_layout(1, 704)):
+    for other in (pooled_layout(2), pooled_layout(2, 704)):
         codec.decode_list(*buffers([layouts[0], other]))
     assert driver.loads == 3  # another number of values, another capacity
 
