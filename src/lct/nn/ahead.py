@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -38,55 +37,39 @@ class Group:
         self.misses: Counter[tuple[int, bool]] = Counter()
 
 
-class _Waiting:
-    """A decoded weight, and which of its group's it is."""
+class Place:
+    """A weight's place in its group. ``waiting``: at most one (decoded, version, stream)."""
 
-    __slots__ = ("number", "tensor", "version")
+    __slots__ = ("group", "number", "waiting")
 
-    def __init__(self, number: int, tensor: torch.Tensor, version: int) -> None:
+    def __init__(self, group: Group, number: int) -> None:
+        self.group = group
         self.number = number
-        self.tensor = tensor
-        self.version = version
+        self.waiting: list[tuple[torch.Tensor, int, int]] = []
 
 
 class Ahead:
-    """What is decoded ahead on one device: members of one group, on one stream."""
+    """What is decoded ahead on one device: members of one group."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()  # backward has a thread of its own
-        self.waiting: dict[weakref.ref[CompressedTensor], _Waiting] = {}
         self._group: Group | None = None  # whose members wait
-        self._stream = 0
-        self._backward = False
+        self._backward = False  # the phase in which they were decoded
         self._open: Group | None = None  # takes the weights that have none yet
 
     def decode(self, root: CompressedTensor) -> torch.Tensor:
-        """``root`` decoded: now, or when another one of its group was."""
-        if root.place is None:
+        """``root`` decoded, with others of its group where it is the first one asked for."""
+        place = root.place
+        if place is None:
             return self._decode_first(root)
-        group, number = root.place
-        if group is not self._group or not self.waiting:
-            if group.misses[number, _in_backward()] >= MOST_MISSES:
-                return root.decode()
-            return self._decode_group(group, root)
-        found = self.waiting.pop(weakref.ref(root), None)
-        # None: it is asked for a second time, while others still wait for their first.
-        if found is None or found.version != root.version or self._stream != self._now_on():
+        group: Group = place.group
+        if group is self._group and any(other.place.waiting for other in _alive(group)):
+            # Asked for a second time, while others wait for their first.
             return root.decode()
-        return found.tensor
-
-    def forget(self) -> None:
-        """Free what waits, which nobody has asked for."""
-        if self._group is not None:
-            for waiting in self.waiting.values():
-                self._group.misses[waiting.number, self._backward] += 1
-        self.waiting.clear()
-
-    def _forget_group(self, group: Group, _: Any) -> None:
-        # A member is gone, and the model with it.
-        if group is self._group:
-            self.waiting.clear()
+        if group.misses[place.number, _in_backward()] >= MOST_MISSES:
+            return root.decode()
+        return self._decode_group(group, root)
 
     def _decode_first(self, root: CompressedTensor) -> torch.Tensor:
         """A weight's first decode; in forward it joins the group of the one before."""
@@ -95,33 +78,25 @@ class Ahead:
             return root.decode()
         size = root.dense_nbytes
         if self._open is None or self._open.size_bytes + size > self._open.limit:
-            self._open = Group(self._limit_bytes())
+            self._open = Group(limit_bytes())
         group = self._open
-        root.place = group, len(group.members)
+        root.place = Place(group, len(group.members))
         group.size_bytes += size
-        group.members.append(weakref.ref(root, partial(self._forget_group, group)))
+        group.members.append(weakref.ref(root))
         return root.decode()
 
-    def _limit_bytes(self) -> int:
-        held = sum(t.dense_nbytes for t in live_tensors() if t.device == self.device)
-        return min(decode_ahead_bytes(), int(held * SHARE))
-
     def _decode_group(self, group: Group, root: CompressedTensor) -> torch.Tensor:
-        self.forget()
-        self._group, self._stream, self._backward = group, self._now_on(), _in_backward()
+        self._forget()
+        self._group, self._backward = group, _in_backward()
         chosen = [root]
-        numbers = [0]
-        for number, reference in enumerate(group.members):
-            member = reference()
-            if (
-                member is not None
-                and member is not root
-                and group.misses[number, self._backward] < MOST_MISSES
-                and member.device == self.device
-                and not member.is_written_by_graphs
-            ):
-                chosen.append(member)
-                numbers.append(number)
+        chosen += (
+            member
+            for member in _alive(group)
+            if member is not root
+            and group.misses[member.place.number, self._backward] < MOST_MISSES
+            and member.device == self.device
+            and not member.is_written_by_graphs
+        )
         if len(chosen) == 1:
             return root.decode()
         try:
@@ -130,15 +105,45 @@ class Ahead:
             # There may be room for one.
             group.members.clear()
             return root.decode()
-        for number, member, tensor in zip(numbers[1:], chosen[1:], decoded[1:], strict=True):
-            reference = weakref.ref(member)
-            self.waiting[reference] = _Waiting(number, tensor, member.version)
+        stream = _stream(root)
+        for member, tensor in zip(chosen[1:], decoded[1:], strict=True):
+            member.place.waiting.append((tensor, member.version, stream))
         return decoded[0]
 
-    def _now_on(self) -> int:
-        if self.device.type != "cuda":
-            return 0
-        return torch._C._cuda_getCurrentRawStream(self.device.index)
+    def _forget(self) -> None:
+        """Free what waits, which nobody has asked for."""
+        group = self._group
+        for member in _alive(group) if group is not None else ():
+            if member.place.waiting:
+                member.place.waiting.clear()
+                member.place.group.misses[member.place.number, self._backward] += 1
+
+
+def limit_bytes() -> int:
+    """Dense bytes that may be decoded together: a setting, or a share of all that is held."""
+    held = sum(t.dense_nbytes for t in live_tensors() if launches_kernels(t.device))
+    return min(decode_ahead_bytes(), int(held * SHARE))
+
+
+def _alive(group: Group) -> Iterator[CompressedTensor]:
+    for reference in group.members:
+        member = reference()
+        if member is not None:
+            yield member
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _stream(root: CompressedTensor) -> int:
+    payload = root.payload
+    return torch._C._cuda_getCurrentRawStream(payload.get_device()) if payload.is_cuda else 0
+
+
+def _captures(root: CompressedTensor) -> bool:
+    # What waits was decoded before the graph: its replays would see values of then.
+    return root.payload.is_cuda and torch._C._cuda_isCurrentStreamCapturing()
 
 
 _aheads: dict[torch.device, Ahead] = {}
@@ -146,18 +151,17 @@ _aheads: dict[torch.device, Ahead] = {}
 
 def decode_for_op(root: CompressedTensor) -> torch.Tensor:
     """``root.decode()`` for an op of a model, upon which the model's next ops will follow."""
+    if root.place is not None and root.place.waiting and not _captures(root):
+        try:
+            tensor, version, stream = root.place.waiting.pop()
+        except IndexError:  # another thread has taken it
+            return root.decode()
+        if version == root.version and stream == _stream(root):
+            return tensor
+        return root.decode()
     device = root.device
-    if not launches_kernels(device) or torch.is_inference_mode_enabled() or _captures(device):
+    if not launches_kernels(device) or torch.is_inference_mode_enabled() or _captures(root):
         return root.decode()
     ahead = _aheads.get(device) or _aheads.setdefault(device, Ahead(device))
     with ahead.lock:
         return ahead.decode(root)
-
-
-def _captures(device: torch.device) -> bool:
-    # What waits was decoded before the graph, and its replays would see it as it was.
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
