@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .base import (
     choose_rounding,
     compress_state,
     decode_state,
+    drop_grads_of,
     grad_of_payload,
     has_compressible_state,
 )
@@ -92,7 +94,11 @@ class Adam(CompressedState, torch.optim.Adam):
         return rounding
 
     def _step_group(
-        self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        rounding: Rounding,
+        drop_grads: bool = False,
     ) -> None:
         plain = []
         # One launch takes what is at the same step; torch's fused steps count on the device, each
@@ -105,14 +111,18 @@ class Adam(CompressedState, torch.optim.Adam):
                 payloads.setdefault((param.device, number), []).append(param)
             elif isinstance(param, CompressedWeight) or has_compressible_state(param):
                 self._decode_step_encode(group, param, rounding)
+                if drop_grads:
+                    param.grad = None
             else:
                 plain.append(param)
         for weights in payloads.values():
-            self._step_payloads(group, weights, rounding)
+            self._step_payloads(group, weights, rounding, drop_grads)
         if plain:
             lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
             has_complex = self._init_group({**group, "params": plain}, *lists)
             self._torch_adam(group, rounding, lists, has_complex)
+            if drop_grads:
+                drop_grads_of(plain)
 
     def _takes_kernel(self, group: dict[str, Any], param: torch.Tensor, rounding: Rounding) -> bool:
         """Whether one kernel can step the payloads: BF16 on CUDA, from the second step on."""
@@ -132,7 +142,11 @@ class Adam(CompressedState, torch.optim.Adam):
         )
 
     def _step_payloads(
-        self, group: dict[str, Any], weights: list[CompressedWeight], rounding: Rounding
+        self,
+        group: dict[str, Any],
+        weights: list[CompressedWeight],
+        rounding: Rounding,
+        drop_grads: bool,
     ) -> None:
         """Step payloads, all at the same step, with the kernel."""
         held = [self.state[weight] for weight in weights]
@@ -141,12 +155,26 @@ class Adam(CompressedState, torch.optim.Adam):
         steps = [state["step"] + 1 for state in held]
         beta1, beta2 = group["betas"]
         found_inf = getattr(self, "found_inf", None)
+
+        def launched(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                weight, step = weights[number], steps[number]
+                if found_inf is not None:
+                    # A skipped step does not count.
+                    step -= found_inf.to(step.device, non_blocking=True)
+                held[number]["step"] = step
+                torch.autograd.graph.increment_version(weight)
+                count_write(weight.compressed)
+                if drop_grads:
+                    weight.grad = None
+
         adam_all_(
             [
                 (weight.compressed, state["exp_avg"], state["exp_avg_sq"])
                 for weight, state in zip(weights, held, strict=True)
             ],
             grads,  # type: ignore[arg-type]
+            launched,
             step=steps[0] if rounding == "fused" else steps[0].item(),
             lr=group["lr"],
             beta1=beta1,
@@ -159,14 +187,6 @@ class Adam(CompressedState, torch.optim.Adam):
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=found_inf,
         )
-        for weight, state, step in zip(weights, held, steps, strict=True):
-            if found_inf is not None:
-                step -= found_inf.to(
-                    step.device, non_blocking=True
-                )  # a skipped step does not count
-            state["step"] = step
-            torch.autograd.graph.increment_version(weight)
-            count_write(weight.compressed)
 
     def _decode_step_encode(
         self, group: dict[str, Any], param: torch.Tensor, rounding: Rounding
