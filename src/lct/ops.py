@@ -124,11 +124,11 @@ def fused_launches(updates: Sequence[Sequence[Part]]) -> Iterator[Sequence[int]]
 
     Where one finds no room, the updates of those before it are made, and no other.
     """
-    if _has_no_values(updates):
-        yield range(len(updates))
-    elif updates:
+    if len(updates) > 1 and updates[0][0][0].payload.is_cuda:
         limit_chunks = updates[0][0][0].spill.arena.limit_chunks
         yield from _cuda().steps._batches(updates, limit_chunks)
+    else:
+        yield range(len(updates))
 
 
 def fused_sgd(

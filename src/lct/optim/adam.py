@@ -104,8 +104,9 @@ class Adam(CompressedState, torch.optim.Adam):
         # One launch takes what is at the same step; torch's fused steps count on the device, each
         # parameter's by itself.
         payloads: dict[Any, list[CompressedWeight]] = {}
+        takes_kernel = self._allows_kernel(group, rounding)
         for param in params:
-            if self._takes_kernel(group, param, rounding):
+            if takes_kernel and self._takes_kernel(param, rounding):
                 assert isinstance(param, CompressedWeight)
                 number = param if rounding == "fused" else self.state[param]["step"].item()
                 payloads.setdefault((param.device, number), []).append(param)
@@ -124,20 +125,29 @@ class Adam(CompressedState, torch.optim.Adam):
             if drop_grads:
                 drop_grads_of(plain)
 
-    def _takes_kernel(self, group: dict[str, Any], param: torch.Tensor, rounding: Rounding) -> bool:
-        """Whether one kernel can step the payloads: BF16 on CUDA, from the second step on."""
-        held = self.state.get(param, {})
-        moments = [held.get(name) for name in _state_names(group)]
+    def _allows_kernel(self, group: dict[str, Any], rounding: Rounding) -> bool:
+        """Whether the kernel knows the options of ``group``."""
         scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
         return (
-            isinstance(param, CompressedWeight)
-            and len(moments) == 2
-            and all(isinstance(moment, CompressedTensor) for moment in moments)
-            and param.compressed.can_step_fused(*moments)
+            not group["amsgrad"]
             and all(isinstance(n, (int, float)) for n in (group["lr"], *group["betas"]))
             and (not scaled or rounding == "fused")
-            and (held["step"].is_cuda or rounding != "fused")
             and not (rounding == "fused" and group["maximize"] and _has_l2_decay(group))
+        )
+
+    def _takes_kernel(self, param: torch.Tensor, rounding: Rounding) -> bool:
+        """Whether the kernel takes the payloads: BF16 on CUDA, from the second step on."""
+        if not isinstance(param, CompressedWeight):
+            return False
+        held = self.state.get(param)
+        if not held:
+            return False
+        first, second = held["exp_avg"], held["exp_avg_sq"]
+        return (
+            isinstance(first, CompressedTensor)
+            and isinstance(second, CompressedTensor)
+            and param.compressed.can_step_fused(first, second)
+            and (held["step"].is_cuda or rounding != "fused")
             and grad_of_payload(param) is not None
         )
 
@@ -152,7 +162,7 @@ class Adam(CompressedState, torch.optim.Adam):
         held = [self.state[weight] for weight in weights]
         grads = [grad_of_payload(weight) for weight in weights]
         assert all(grad is not None for grad in grads)
-        steps = [state["step"] + 1 for state in held]
+        steps = torch._foreach_add([state["step"] for state in held], 1)
         beta1, beta2 = group["betas"]
         found_inf = getattr(self, "found_inf", None)
 
