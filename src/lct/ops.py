@@ -7,7 +7,7 @@ contiguous and on the payload's device; callers have checked them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -142,6 +142,18 @@ def can_step_fused(stored: Stored, layout: PayloadLayout) -> bool:
 
 # A payload and its layout; the tensors of one update of an optimizer, the parameter first.
 Part = tuple[Stored, PayloadLayout]
+
+
+def fused_launches(updates: Sequence[Sequence[Part]]) -> Iterator[Sequence[int]]:
+    """Numbers of those of ``updates`` that one launch of a fused step takes, launch by launch.
+
+    Where one finds no room, the updates of those before it are made, and no other.
+    """
+    if len(updates) > 1 and updates[0][0][0].payload.is_cuda:
+        limit_chunks = updates[0][0][0].spill.arena.limit_chunks
+        yield from _cuda().steps._batches(updates, limit_chunks)
+    else:
+        yield range(len(updates))
 
 
 def fused_sgd(

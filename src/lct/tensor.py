@@ -471,25 +471,47 @@ def _written_parts(updates: Sequence[Sequence[CompressedTensor]]) -> list[list[o
     return [[(tensor._stored, tensor.layout) for tensor in update] for update in updates]
 
 
+Launched = Callable[[Sequence[int]], object]
+
+
 def sgd_all_(
     updates: Sequence[tuple[CompressedTensor, CompressedTensor]],
     grads: Sequence[torch.Tensor],
+    launched: Launched | None = None,
     **update: Any,
 ) -> None:
-    """``CompressedTensor.sgd_`` of many: (parameter, momentum), in few launches."""
-    ops.fused_sgd(_written_parts(updates), grads, **update)
+    """``CompressedTensor.sgd_`` of many: (parameter, momentum), in few launches.
+
+    ``launched`` is called after each launch with the numbers of the updates that it makes: where
+    the next one raises ArenaExhaustedError, these are made and no other.
+    """
+    _launch_all(ops.fused_sgd, _written_parts(updates), grads, launched, update)
 
 
 def adam_all_(
     updates: Sequence[tuple[CompressedTensor, CompressedTensor, CompressedTensor]],
     grads: Sequence[torch.Tensor],
+    launched: Launched | None = None,
     **update: Any,
 ) -> None:
     """``CompressedTensor.adam_`` of many: (parameter, exp_avg, exp_avg_sq), in few launches.
 
-    All are at the same ``step``.
+    All are at the same ``step``. ``launched`` as ``sgd_all_``.
     """
-    ops.fused_adam(_written_parts(updates), grads, **update)
+    _launch_all(ops.fused_adam, _written_parts(updates), grads, launched, update)
+
+
+def _launch_all(
+    step: Callable[..., None],
+    parts: list[list[ops.Part]],
+    grads: Sequence[torch.Tensor],
+    launched: Launched | None,
+    update: dict[str, Any],
+) -> None:
+    for numbers in ops.fused_launches(parts):
+        step([parts[n] for n in numbers], [grads[n] for n in numbers], **update)
+        if launched is not None:
+            launched(numbers)
 
 
 def live_tensors() -> list[CompressedTensor]:

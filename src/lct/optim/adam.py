@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .base import (
     choose_rounding,
     compress_state,
     decode_state,
+    drop_grads_of,
     grad_of_payload,
     has_compressible_state,
 )
@@ -92,61 +94,97 @@ class Adam(CompressedState, torch.optim.Adam):
         return rounding
 
     def _step_group(
-        self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        rounding: Rounding,
+        drop_grads: bool = False,
     ) -> None:
         plain = []
         # One launch takes what is at the same step; torch's fused steps count on the device, each
         # parameter's by itself.
         payloads: dict[Any, list[CompressedWeight]] = {}
+        takes_kernel = self._allows_kernel(group, rounding)
         for param in params:
-            if self._takes_kernel(group, param, rounding):
+            if takes_kernel and self._takes_kernel(param, rounding):
                 assert isinstance(param, CompressedWeight)
                 number = param if rounding == "fused" else self.state[param]["step"].item()
                 payloads.setdefault((param.device, number), []).append(param)
             elif isinstance(param, CompressedWeight) or has_compressible_state(param):
                 self._decode_step_encode(group, param, rounding)
+                if drop_grads:
+                    param.grad = None
             else:
                 plain.append(param)
         for weights in payloads.values():
-            self._step_payloads(group, weights, rounding)
+            self._step_payloads(group, weights, rounding, drop_grads)
         if plain:
             lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
             has_complex = self._init_group({**group, "params": plain}, *lists)
             self._torch_adam(group, rounding, lists, has_complex)
+            if drop_grads:
+                drop_grads_of(plain)
 
-    def _takes_kernel(self, group: dict[str, Any], param: torch.Tensor, rounding: Rounding) -> bool:
-        """Whether one kernel can step the payloads: BF16 on CUDA, from the second step on."""
-        held = self.state.get(param, {})
-        moments = [held.get(name) for name in _state_names(group)]
+    def _allows_kernel(self, group: dict[str, Any], rounding: Rounding) -> bool:
+        """Whether the kernel knows the options of ``group``."""
         scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
         return (
-            isinstance(param, CompressedWeight)
-            and len(moments) == 2
-            and all(isinstance(moment, CompressedTensor) for moment in moments)
-            and param.compressed.can_step_fused(*moments)
+            not group["amsgrad"]
             and all(isinstance(n, (int, float)) for n in (group["lr"], *group["betas"]))
             and (not scaled or rounding == "fused")
-            and (held["step"].is_cuda or rounding != "fused")
             and not (rounding == "fused" and group["maximize"] and _has_l2_decay(group))
+        )
+
+    def _takes_kernel(self, param: torch.Tensor, rounding: Rounding) -> bool:
+        """Whether the kernel takes the payloads: BF16 on CUDA, from the second step on."""
+        if not isinstance(param, CompressedWeight):
+            return False
+        held = self.state.get(param)
+        if not held:
+            return False
+        first, second = held["exp_avg"], held["exp_avg_sq"]
+        return (
+            isinstance(first, CompressedTensor)
+            and isinstance(second, CompressedTensor)
+            and param.compressed.can_step_fused(first, second)
+            and (held["step"].is_cuda or rounding != "fused")
             and grad_of_payload(param) is not None
         )
 
     def _step_payloads(
-        self, group: dict[str, Any], weights: list[CompressedWeight], rounding: Rounding
+        self,
+        group: dict[str, Any],
+        weights: list[CompressedWeight],
+        rounding: Rounding,
+        drop_grads: bool,
     ) -> None:
         """Step payloads, all at the same step, with the kernel."""
         held = [self.state[weight] for weight in weights]
         grads = [grad_of_payload(weight) for weight in weights]
         assert all(grad is not None for grad in grads)
-        steps = [state["step"] + 1 for state in held]
+        steps = torch._foreach_add([state["step"] for state in held], 1)
         beta1, beta2 = group["betas"]
         found_inf = getattr(self, "found_inf", None)
+
+        def launched(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                weight, step = weights[number], steps[number]
+                if found_inf is not None:
+                    # A skipped step does not count.
+                    step -= found_inf.to(step.device, non_blocking=True)
+                held[number]["step"] = step
+                torch.autograd.graph.increment_version(weight)
+                count_write(weight.compressed)
+                if drop_grads:
+                    weight.grad = None
+
         adam_all_(
             [
                 (weight.compressed, state["exp_avg"], state["exp_avg_sq"])
                 for weight, state in zip(weights, held, strict=True)
             ],
             grads,  # type: ignore[arg-type]
+            launched,
             step=steps[0] if rounding == "fused" else steps[0].item(),
             lr=group["lr"],
             beta1=beta1,
@@ -159,14 +197,6 @@ class Adam(CompressedState, torch.optim.Adam):
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=found_inf,
         )
-        for weight, state, step in zip(weights, held, steps, strict=True):
-            if found_inf is not None:
-                step -= found_inf.to(
-                    step.device, non_blocking=True
-                )  # a skipped step does not count
-            state["step"] = step
-            torch.autograd.graph.increment_version(weight)
-            count_write(weight.compressed)
 
     def _decode_step_encode(
         self, group: dict[str, Any], param: torch.Tensor, rounding: Rounding

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -72,6 +72,12 @@ def grad_of_payload(param: CompressedWeight) -> torch.Tensor | None:
     return memory_order(grad) if grad.stride() == param.stride() else None
 
 
+def drop_grads_of(params: Iterable[torch.Tensor]) -> None:
+    """Set the gradients of ``params`` to None."""
+    for param in params:
+        param.grad = None
+
+
 def choose_rounding(
     params: list[torch.Tensor], foreach: bool | None, fused: bool | None
 ) -> Rounding:
@@ -114,13 +120,44 @@ class CompressedState(torch.optim.Optimizer):
                     relieve_arena(device, self._payloads)
         return loss
 
-    def step_param(self, group: dict[str, Any], param: torch.Tensor) -> None:
-        """Step ``param`` of ``group`` alone: a ``step()`` in which no other has a gradient, without
-        the hooks that torch puts around it.
+    def step_params(self, group: dict[str, Any], params: Iterable[torch.Tensor]) -> None:
+        """Step ``params`` of ``group``, which have gradients, and set each gradient to None once
+        its parameter is stepped: after an error those that still have one are as they were.
+
+        The bits are those of a ``step()`` for each, in which no other has a gradient. The hooks
+        that torch puts around ``step`` are left out.
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._step_group(group, [param], self._check(group, [param]))
-            relieve_arena(param.device, self._payloads)
+            alike: dict[Hashable, list[torch.Tensor]] = {}
+            for param in params:
+                alike.setdefault(self._kind(group, param), []).append(param)
+            plans = [(some, self._check(group, some)) for some in alike.values()]
+            for some, rounding in plans:
+                self._step_group(group, some, rounding, drop_grads=True)
+            for device in {param.device for some, _ in plans for param in some}:
+                relieve_arena(device, self._payloads)
+
+    def _kind(self, group: dict[str, Any], param: torch.Tensor) -> Hashable:
+        """Equal for parameters that torch steps in a list with the bits of each alone.
+
+        By the devices and types of a list torch chooses between foreach and a loop, and foreach
+        itself between its kernels and a loop by the strides of all that it gets.
+        """
+        grad = param.grad
+        assert grad is not None
+        if type(param) is CompressedWeight:
+            return param.device  # never in a list of torch's
+        strides = param.stride()
+        regular = (
+            type(param) in _STEPPED_TYPES
+            and param.is_contiguous()
+            and all(
+                tensor.layout == torch.strided and tensor.stride() == strides
+                for tensor in (grad, *self.state.get(param, {}).values())
+                if isinstance(tensor, torch.Tensor) and tensor.shape == param.shape
+            )
+        )
+        return param.device if regular else param
 
     def _payloads(self) -> Iterator[CompressedTensor]:
         """The compressed weights and state that this optimizer steps."""
@@ -137,9 +174,15 @@ class CompressedState(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _step_group(
-        self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        rounding: Rounding,
+        drop_grads: bool = False,
     ) -> None:
-        """Step ``params``, which ``_check`` has admitted."""
+        """Step ``params``, which ``_check`` has admitted; ``drop_grads``: each one's gradient is
+        set to None as soon as it is stepped.
+        """
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

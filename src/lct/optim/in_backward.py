@@ -1,12 +1,14 @@
-"""Step every parameter in backward, as soon as its gradient is complete, and drop the gradient."""
+"""Step parameters in backward, in batches whose gradients are complete, and drop the gradients."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -15,16 +17,43 @@ from torch.utils.hooks import RemovableHandle
 from ..nn.untraced import untraced
 from .base import CompressedState
 
+# _raw_stream(device): torch's current stream there, as the driver's handle.
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+# A device, and a stream there by the driver's handle; 0 where a device has no streams.
+_Place = tuple[torch.device, int]
+
+
+class _Batch:
+    """Parameters whose gradients, of ``num_bytes`` in all, wait; each with its group's number."""
+
+    __slots__ = ("num_bytes", "params")
+
+    def __init__(self) -> None:
+        self.params: dict[torch.Tensor, int] = {}
+        self.num_bytes = 0
+
+
+class _Waiting(dict[_Place, _Batch]):
+    """What one backward has collected, by where its gradients were accumulated.
+
+    Only the callback at the end of that backward holds it. So it goes where the backward fails.
+    """
+
 
 class StepInBackward:
     """What ``step_in_backward`` returns: ``accumulate()`` and ``remove()``."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, batch_bytes: int) -> None:
         self._optimizer = optimizer
-        self._lock = threading.Lock()  # backward runs a thread a device
+        self._batch_bytes = batch_bytes
+        # Backward runs a thread a device; steps may call what registered with the optimizer.
+        self._lock = threading.RLock()
         self._accumulating = False
+        # By the number of the backward: one may run within another (reentrant checkpoints).
+        self._waiting: WeakValueDictionary[int, _Waiting] = WeakValueDictionary()
         self._handles: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(partial(self._step, number))
+            param.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
             for number, group in enumerate(optimizer.param_groups)
             for param in group["params"]
         ]
@@ -48,31 +77,114 @@ class StepInBackward:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        with self._lock:
+            for waiting in self._waiting.values():
+                waiting.clear()
 
     @untraced
-    def _step(self, group: int, param: torch.Tensor) -> None:
+    def _on_gradient(self, group: int, param: torch.Tensor) -> None:
         if self._accumulating:
             return
         optimizer = self._optimizer
-        with self._lock:
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
             if isinstance(optimizer, CompressedState) and not _is_watched(optimizer):
-                # By number: load_state_dict makes new groups.
-                optimizer.step_param(optimizer.param_groups[group], param)
-                # What torch's schedulers look at to warn of a step that never was.
-                optimizer._opt_called = True  # type: ignore[attr-defined]
-            else:
-                with _only(optimizer, group, param):
-                    optimizer.step()
+                self._collect(optimizer, group, param)
+                return
+        with self._lock, _only(optimizer, group, param):
+            optimizer.step()
         with torch._C.DisableTorchFunctionSubclass():
             param.grad = None
 
+    def _collect(self, optimizer: CompressedState, group: int, param: torch.Tensor) -> None:
+        """Have ``param`` wait for others, or step it with those that have waited."""
+        waiting = self._waiting_now() if self._batch_bytes else None
+        if waiting is None:
+            _step(optimizer, {param: group})
+            return
+        grad = param.grad
+        if grad is None:  # another hook has taken it
+            return
+        device = grad.device
+        place = device, _raw_stream(device.index) if device.type == "cuda" else 0
+        batch = waiting.get(place)
+        if batch is None:
+            batch = waiting[place] = _Batch()
+        batch.params[param] = group
+        # Not nbytes, which sparse gradients lack.
+        batch.num_bytes += grad.numel() * grad.element_size()
+        if batch.num_bytes >= self._batch_bytes:
+            # Taken out first: after an error nobody steps it again.
+            del waiting[place]
+            _step(optimizer, batch.params)
+
+    def _waiting_now(self) -> _Waiting | None:
+        """What the backward that runs now has collected; None where nobody would step it."""
+        number = torch._C._current_graph_task_id()
+        waiting = self._waiting.get(number)
+        # -1: a hook called by hand. In compiled autograd callbacks of this kind are never called.
+        if waiting is None and number != -1 and not _in_compiled_autograd():
+            waiting = _Waiting()
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self._on_end, waiting))
+            self._waiting[number] = waiting
+        return waiting
+
+    @untraced
+    def _on_end(self, waiting: _Waiting) -> None:
+        """Step what is left of a backward."""
+        optimizer = self._optimizer
+        assert isinstance(optimizer, CompressedState)
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            while waiting:
+                (device, stream), batch = waiting.popitem()
+                if device.type == "cuda":
+                    with _on_stream(device, stream):
+                        _step(optimizer, batch.params)
+                else:
+                    _step(optimizer, batch.params)
+
+
+@contextmanager
+def _on_stream(device: torch.device, stream: int) -> Iterator[None]:
+    """Run on this stream, where gradients wait; what follows on the current one waits for it."""
+    with torch.cuda.device(device):
+        current = torch.cuda.current_stream()
+        if current.cuda_stream == stream:
+            yield
+            return
+        own = torch.cuda.ExternalStream(stream, device)
+        with torch.cuda.stream(own):
+            yield
+        current.wait_stream(own)
+
+
+def _step(optimizer: CompressedState, params: dict[torch.Tensor, int]) -> None:
+    """Step ``params``, given with their groups' numbers, and drop their gradients."""
+    groups: dict[int, list[torch.Tensor]] = {}
+    for param, number in params.items():
+        if param.grad is not None:  # zero_grad() may have taken it
+            groups.setdefault(number, []).append(param)
+    for number, members in groups.items():
+        # By number: load_state_dict makes new groups.
+        optimizer.step_params(optimizer.param_groups[number], members)
+        # What torch's schedulers look at to warn of a step that never was.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _in_compiled_autograd() -> bool:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and compiled.in_compiled_autograd_region
+
 
 def step_in_backward(
-    optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float | None = None,
+    batch_bytes: int = 64 << 20,
 ) -> StepInBackward:
-    """Let ``optimizer`` step each of its parameters in backward and free its gradient there.
+    """Let ``optimizer`` step its parameters in backward and free their gradients there.
 
-    No two gradients need to exist at once then, which for a large model saves as much as its
+    The gradients need not all exist at once then, which for a large model saves as much as its
     weights take. Takes the optimizers of ``lct.optim`` and torch's that step parameters
     independently of one another (all of torch's but LBFGS). The bits are those of an optimizer
     for each parameter by itself. ``optimizer.step()`` and ``zero_grad()`` may stay in the loop:
@@ -81,9 +193,16 @@ def step_in_backward(
     hooks keep the optimizer alive, and it them: call ``remove()`` on what is returned where a model
     is to be freed before the process ends.
 
+    ``batch_bytes``: the optimizers of ``lct.optim`` step parameters together, in less host time,
+    when their gradients amount to so many bytes on one device (and stream), and the rest at the
+    end of each backward; 0 steps each parameter as soon as its gradient is complete, as do torch's
+    optimizers and those with hooks on ``step``. After a backward that raises, gradients that
+    waited are still there, and add up with the next ones unless ``zero_grad()`` drops them; so are
+    those of parameters that an error in a step left as they were.
+
     ValueError for ``max_norm``: clipping by the norm of all gradients needs them all before the
-    first parameter is stepped. TypeError for anything but an optimizer; ValueError for parameters
-    that need no gradient or are no leaves, and for LBFGS.
+    first parameter is stepped; and for a negative ``batch_bytes``. TypeError for anything but an
+    optimizer; ValueError for parameters that need no gradient or are no leaves, and for LBFGS.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -96,6 +215,8 @@ def step_in_backward(
             "max_norm must be None: the norm of all gradients is not known before the first "
             f"parameter is stepped, got {max_norm}. Clip and step after backward instead"
         )
+    if batch_bytes < 0:
+        raise ValueError(f"batch_bytes must not be negative, got {batch_bytes}")
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not param.requires_grad or not param.is_leaf:
@@ -103,7 +224,7 @@ def step_in_backward(
                     "parameters must be leaves that require gradients, got one of shape "
                     f"{tuple(param.shape)} with requires_grad={param.requires_grad}"
                 )
-    return StepInBackward(optimizer)
+    return StepInBackward(optimizer, batch_bytes)
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:

@@ -41,7 +41,11 @@ class Muon(CompressedState, torch.optim.Muon):
         return "single"
 
     def _step_group(
-        self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        rounding: Rounding,
+        drop_grads: bool = False,
     ) -> None:
         options = {name: value for name, value in group.items() if name in _OPTIONS}
         for param in params:
@@ -50,16 +54,10 @@ class Muon(CompressedState, torch.optim.Muon):
             held = state.get("momentum_buffer")
             if _kernel_takes(held, param, options):
                 _step_fused(param, held, options)
-                continue
-            buffer = torch.zeros_like(param.grad) if held is None else decode_state(param, held)
-            weight = param.dense() if isinstance(param, CompressedWeight) else param
-            torch_muon.muon([weight], [param.grad], [buffer], has_complex=False, **options)
-            if has_compressible_state(param):
-                into = held if isinstance(held, CompressedTensor) else None
-                buffer = compress_state(param, buffer, into)
-            state["momentum_buffer"] = buffer
-            if isinstance(param, CompressedWeight):
-                param.copy_(weight)
+            else:
+                state["momentum_buffer"] = _decode_step_encode(param, held, options)
+            if drop_grads:
+                param.grad = None
 
 
 _OPTIONS = (
@@ -110,6 +108,23 @@ def _kernel_takes(
         # A group that finds no room in the arena, as in a graph it may, has no update.
         and not (grad.is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+def _decode_step_encode(
+    param: torch.Tensor, held: torch.Tensor | CompressedTensor | None, options: dict[str, Any]
+) -> torch.Tensor | CompressedTensor:
+    """Torch's step; returns the new momentum."""
+    assert param.grad is not None
+    buffer = torch.zeros_like(param.grad) if held is None else decode_state(param, held)
+    weight = param.dense() if isinstance(param, CompressedWeight) else param
+    torch_muon.muon([weight], [param.grad], [buffer], has_complex=False, **options)
+    result = buffer
+    if has_compressible_state(param):
+        into = held if isinstance(held, CompressedTensor) else None
+        result = compress_state(param, buffer, into)
+    if isinstance(param, CompressedWeight):
+        param.copy_(weight)
+    return result
 
 
 def _step_fused(param: torch.Tensor, held: CompressedTensor, options: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +11,14 @@ from torch.optim.sgd import sgd
 
 from ..nn.compressed_weight import CompressedWeight
 from ..nn.handles import count_write
-from ..tensor import CompressedTensor, relieve_arena, sgd_all_
+from ..tensor import CompressedTensor, sgd_all_
 from .base import (
     CompressedState,
     Rounding,
     choose_rounding,
     compress_state,
     decode_state,
+    drop_grads_of,
     grad_of_payload,
     has_compressible_state,
 )
@@ -100,19 +101,10 @@ class SGD(CompressedState, torch.optim.SGD):
                 _device_dtype_check_for_fused(param)
         return choose_rounding(params, group["foreach"], group["fused"])
 
-    def step_param(self, group: dict[str, Any], param: torch.Tensor) -> None:
-        """Step ``param`` of ``group`` alone: in little host time where the kernel takes it."""
-        with torch._C.DisableTorchFunctionSubclass():
-            held = self.state.get(param)
-            buffer = held.get("momentum_buffer") if held and group["momentum"] != 0 else None
-            if isinstance(buffer, CompressedTensor):
-                update = self._update(group, self._check(group, [param]))
-                payload = _payload_for_kernel(param, buffer, update)
-                if payload is not None:
-                    _step_payloads([payload], update)
-                    relieve_arena(param.device, self._payloads)
-                    return
-        super().step_param(group, param)
+    def _kind(self, group: dict[str, Any], param: torch.Tensor) -> Hashable:
+        # Lists in which some have momentum and some have none are mixed (SgdUpdate).
+        has_momentum = self.state.get(param, {}).get("momentum_buffer") is not None
+        return super()._kind(group, param), has_momentum
 
     def _update(self, group: dict[str, Any], rounding: Rounding) -> SgdUpdate:
         return SgdUpdate(
@@ -128,7 +120,11 @@ class SGD(CompressedState, torch.optim.SGD):
         )
 
     def _step_group(
-        self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        rounding: Rounding,
+        drop_grads: bool = False,
     ) -> None:
         momentum = group["momentum"]
         without: set[Any] = set()
@@ -157,10 +153,12 @@ class SGD(CompressedState, torch.optim.SGD):
                 buffer = _decode_step_encode(param, state.get("momentum_buffer"), updates[mixed])
                 if momentum != 0:
                     state["momentum_buffer"] = buffer
+                if drop_grads:
+                    param.grad = None
             else:
                 dense.setdefault(mixed, []).append(param)
         for many in payloads.values():
-            _step_payloads(many, update)
+            _step_payloads(many, update, drop_grads)
         for mixed, plain in dense.items():
             states = [self.state[p] if momentum != 0 else {} for p in plain]
             buffers = [state.get("momentum_buffer") for state in states]
@@ -168,6 +166,8 @@ class SGD(CompressedState, torch.optim.SGD):
             if momentum != 0:
                 for state, buffer in zip(states, buffers, strict=True):
                     state["momentum_buffer"] = buffer
+            if drop_grads:
+                drop_grads_of(plain)
 
 
 def _is_sparse(param: torch.Tensor) -> bool:
@@ -183,10 +183,19 @@ class _Payload(NamedTuple):
     grad: torch.Tensor
 
 
-def _step_payloads(payloads: list[_Payload], update: SgdUpdate) -> None:
+def _step_payloads(payloads: list[_Payload], update: SgdUpdate, drop_grads: bool) -> None:
+    def launched(numbers: Sequence[int]) -> None:
+        for number in numbers:
+            weight = payloads[number].weight
+            torch.autograd.graph.increment_version(weight)
+            count_write(weight.compressed)
+            if drop_grads:
+                weight.grad = None
+
     sgd_all_(
         [(payload.weight.compressed, payload.buffer) for payload in payloads],
         [payload.grad for payload in payloads],
+        launched,
         lr=update.lr,
         momentum=update.momentum,
         dampening=update.dampening,
@@ -197,9 +206,6 @@ def _step_payloads(payloads: list[_Payload], update: SgdUpdate) -> None:
         grad_scale=update.grad_scale,
         found_inf=update.found_inf,
     )
-    for payload in payloads:
-        torch.autograd.graph.increment_version(payload.weight)
-        count_write(payload.weight.compressed)
 
 
 def _payload_for_kernel(
