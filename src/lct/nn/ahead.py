@@ -151,6 +151,8 @@ _aheads: dict[torch.device, Ahead] = {}
 
 def decode_for_op(root: CompressedTensor) -> torch.Tensor:
     """``root.decode()`` for an op of a model, upon which the model's next ops will follow."""
+    if type(root) is not CompressedTensor:  # while a graph is traced
+        return root.decode()
     if root.place is not None and root.place.waiting and not _captures(root):
         try:
             tensor, version, stream = root.place.waiting.pop()
