@@ -87,7 +87,14 @@ class SavedActivations:
         self.kept: Counter[str] = Counter()
         self._sites = Sites()
         # By address of a storage, version, dtype and stream. An entry ends with what it refers to.
-        self._stored: dict[Any, weakref.ref[_Stored]] = {}
+        self._stored: dict[Any, weakref.KeyedRef[Any, _Stored]] = {}
+        table = self._stored
+
+        def ended(ref: weakref.KeyedRef[Any, _Stored]) -> None:
+            if table.get(ref.key) is ref:
+                del table[ref.key]
+
+        self._ended = ended  # without this object, which what is stored must not keep alive
 
     @property
     def sites(self) -> list[SaveSite]:
@@ -139,7 +146,7 @@ class SavedActivations:
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Pack hook: a ``_Saved`` or a ``_Kept``."""
+        """Pack hook: a ``_Saved`` or a ``_Kept``. Called a thousand times a step."""
         reason = _reason_to_keep(tensor, self.min_bytes)
         if not reason:
             stored = self._find_or_store(tensor)
@@ -147,7 +154,7 @@ class SavedActivations:
                 return _Saved(stored, tensor)
             reason = stored
         self.kept[reason] += 1
-        return _Kept(tensor)
+        return _keep(tensor)
 
     def _find_or_store(self, tensor: torch.Tensor) -> _Stored | str:
         """What ``tensor`` lies in, stored; or the reason why it stays as it is."""
@@ -180,13 +187,7 @@ class SavedActivations:
             site.encode_seconds += _now(tensor) - started
         site.encoded += 1
         site.dense_bytes += size
-        table = self._stored
-
-        def ended(ref: Any) -> None:
-            if table.get(key) is ref:
-                del table[key]
-
-        table[key] = weakref.ref(stored, ended)
+        self._stored[key] = weakref.KeyedRef(stored, self._ended, key)
         return stored
 
 
@@ -365,24 +366,24 @@ class _Saved:
             _decoded.forget(self.stored)
 
 
-class _Kept:
-    """A saved tensor as it is. Not the tensor itself if it has a history: that would be a cycle."""
+# A saved tensor as it is, and its version: None where it has none. A tuple costs the least.
+_Kept = tuple[torch.Tensor, int | None]
 
-    __slots__ = ("tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self.version = None if tensor.is_inference() else tensor._version
-
-    def unpack(self) -> torch.Tensor:
-        if self.version is not None and self.tensor._version != self.version:
-            raise _changed(self.tensor.dtype, self.tensor.shape, self.version, self.tensor._version)
-        return self.tensor
+def _keep(tensor: torch.Tensor) -> _Kept:
+    # Not the tensor itself if it has a history: that would be a cycle.
+    kept = tensor if tensor.grad_fn is None else tensor.detach()
+    return kept, None if tensor.is_inference() else tensor._version
 
 
 @untraced
 def _unpack(packed: _Saved | _Kept) -> torch.Tensor:
-    return packed.unpack()
+    if isinstance(packed, _Saved):
+        return packed.unpack()
+    tensor, version = packed
+    if version is not None and tensor._version != version:
+        raise _changed(tensor.dtype, tensor.shape, version, tensor._version)
+    return tensor
 
 
 def _nothing(tensor: torch.Tensor) -> torch.Tensor:
@@ -414,15 +415,15 @@ def _reason_to_keep(tensor: torch.Tensor, min_bytes: int) -> str:
         return f"{tensor.dtype} is not compressed"
     if tensor.layout != torch.strided or not (tensor.is_cuda or tensor.is_cpu or tensor.is_meta):
         return "its layout or device has no codec"
+    size = tensor.untyped_storage().nbytes()
+    if size < rule.min_bytes or size < min_bytes:
+        return "it is small"
     if tensor.is_leaf and tensor.requires_grad:
         return "it is a leaf, which its owner keeps alive"
     if tensor._is_view() and isinstance(tensor._base, torch.nn.Parameter):
         return "it is a view of a parameter"
     if tensor.is_nested or tensor.is_neg() or tensor.is_inference():
         return "it is a nested, negated or inference tensor"
-    size = tensor.untyped_storage().nbytes()
-    if size < rule.min_bytes or size < min_bytes:
-        return "it is small"
     if torch._C._current_graph_task_id() != -1:
         return "it is saved within a backward, which needs it at once"
     if tensor.grad_fn is not None and tensor.grad_fn.name() in _OF_LOSSES:

@@ -217,14 +217,14 @@ def _launch(
     # Referenced until the launches are enqueued.
     dense = [aligned(grad.contiguous()) for grad in grads]
     arena = updates[0][0][0].spill.arena
-    if len(updates) == 1 and _worst_chunks(updates[0]) <= arena.limit_chunks and not is_capturing():
-        _launch_one(entry, options, args, updates[0], dense[0])
-    else:
-        layout = updates[0][0][1]
-        chosen = _chosen(entry, options)
-        kernel = jit.load(entry, layout.preset, layout.dtype, device, chosen)
-        for batch in _batches(updates, arena.limit_chunks):
-            _launch_batch(kernel, args, [updates[k] for k in batch], [dense[k] for k in batch])
+    capturing = is_capturing()
+    for batch in _batches(updates, arena.limit_chunks):
+        some, some_grads = [updates[k] for k in batch], [dense[k] for k in batch]
+        worst = sum([_worst_chunks(update) for update in some])
+        if capturing or worst > arena.limit_chunks:
+            _launch_with_credit(entry, options, args, some, some_grads)
+        else:
+            _launch_ready(entry, options, args, some, some_grads, worst)
     if grad_scale is not None:
         # Torch's fused step leaves the unscaled gradient, unless it found an infinity. One
         # dimension: else the quotient would be computed with the scale rounded to BF16.
@@ -246,50 +246,74 @@ def _worst_chunks(update: Update) -> int:
     return update[0][1].num_groups * len(update)
 
 
-class _OneStep:
-    """A launch that steps one parameter, made ready for the layouts of its tensors."""
+class _ReadySteps:
+    """A launch that steps some parameters, made ready for the layouts of their tensors."""
 
-    __slots__ = ("call", "step")
+    __slots__ = ("call", "steps")
 
     def __init__(
-        self, entry: str, options: tuple[bool, ...], args: ctypes.Structure, update: Update
+        self,
+        entry: str,
+        options: tuple[bool, ...],
+        args: ctypes.Structure,
+        updates: Sequence[Update],
     ) -> None:
-        layout, device = update[0][1], update[0][0].payload.get_device()
-        kernel = jit.load(entry, layout.preset, layout.dtype, device, _chosen(entry, options))
-        steps: Any = _list_type(type(args))()
-        self.step = steps.steps[0]
-        self.step.tensors = _payloads(update, device)
-        memory = _memory_of([update])
-        kernel = _fitting(kernel, memory, device)
-        parts = [self.step.tensors[0]]
+        kernel, steps, memory = _prepare(entry, options, args, updates)
+        self.steps = steps.steps[: len(updates)]
+        parts = [step.tensors[0] for step in self.steps]
         self.call = call_over_groups(kernel, steps, parts, memory, steps.first_block)
 
 
-def _launch_one(
+def _prepare(
+    entry: str, options: tuple[bool, ...], args: ctypes.Structure, updates: Sequence[Update]
+) -> tuple[jit.Loaded, Any, SharedMemory]:
+    """The kernel for ``updates``, its argument with their payloads, and its shared memory."""
+    layout, device = updates[0][0][1], updates[0][0][0].payload.get_device()
+    kernel = jit.load(entry, layout.preset, layout.dtype, device, _chosen(entry, options))
+    steps: Any = _list_type(type(args))()
+    for step, update in zip(steps.steps, updates, strict=False):
+        step.tensors = _payloads(update, device)
+    memory = _memory_of(updates)
+    return _fitting(kernel, memory, device), steps, memory
+
+
+def _fill(
+    steps: Sequence[Any],
+    args: ctypes.Structure,
+    updates: Sequence[Update],
+    grads: Sequence[torch.Tensor],
+) -> None:
+    device = grads[0].get_device()
+    for step, update, grad in zip(steps, updates, grads, strict=True):
+        ctypes.memmove(ctypes.addressof(step), ctypes.addressof(args), ctypes.sizeof(args))
+        step.tensors = _payloads(update, device)
+        step.grad = grad.data_ptr()
+
+
+def _launch_ready(
     entry: str,
     options: tuple[bool, ...],
     args: ctypes.Structure,
-    update: Update,
-    grad: torch.Tensor,
+    updates: Sequence[Update],
+    grads: Sequence[torch.Tensor],
+    worst_chunks: int,
 ) -> None:
-    """Step one parameter: what a step in backward does again and again, in little host time."""
-    stored, layout = update[0]
-    device = grad.get_device()
-    key = entry, options, device, tuple([other.capacity_words for _, other in update])
-    pool = ready(layout, key)
-    one = take(pool) or _OneStep(entry, options, args, update)
-    step = one.step
-    ctypes.memmove(ctypes.addressof(step), ctypes.addressof(args), ctypes.sizeof(args))
-    step.tensors = _payloads(update, device)
-    step.grad = grad.data_ptr()
+    """Step what a training loop steps again and again, in little host time."""
+    stored, layout = updates[0][0]
+    device = grads[0].get_device()
+    sizes = [(other.num_values, other.capacity_words) for update in updates for _, other in update]
+    pool = ready(layout, (entry, options, device, tuple(sizes)))
+    call = take(pool) or _ReadySteps(entry, options, args, updates)
+    _fill(call.steps, args, updates, grads)
     stream = current_stream(device)
     arena = stored.spill.arena
-    sequence = arena.admit(_worst_chunks(update), stream)
-    for held, _ in update:
-        held.spill.last = sequence
-    one.call.launch(stream)
+    sequence = arena.admit(worst_chunks, stream)
+    for update in updates:
+        for held, _ in update:
+            held.spill.last = sequence
+    call.call.launch(stream)
     arena.launched()
-    pool.append(one)
+    pool.append(call)
 
 
 def _batches(updates: Sequence[Update], limit_chunks: int) -> Iterator[list[int]]:
@@ -329,29 +353,26 @@ def _payloads(update: Update, device: int) -> ctypes.Array[jit.Args]:
     return kept
 
 
-def _launch_batch(
-    kernel: jit.Loaded,
+def _launch_with_credit(
+    entry: str,
+    options: tuple[bool, ...],
     args: ctypes.Structure,
     updates: Sequence[Update],
     grads: Sequence[torch.Tensor],
 ) -> None:
-    device = grads[0].get_device()
-    steps: Any = _list_type(type(args))()
-    for step, update, grad in zip(steps.steps, updates, grads, strict=False):
-        ctypes.memmove(ctypes.addressof(step), ctypes.addressof(args), ctypes.sizeof(args))
-        step.tensors = _payloads(update, device)
-        step.grad = grad.data_ptr()
-    memory = _memory_of(updates)
-    kernel = _fitting(kernel, memory, device)
+    """Step in a captured graph, or a parameter so large that it goes in pieces."""
+    kernel, steps, memory = _prepare(entry, options, args, updates)
+    used = steps.steps[: len(updates)]
+    _fill(used, args, updates, grads)
     launch_with_credit(
         kernel,
         steps,
-        [step.tensors for step in steps.steps[: len(updates)]],
+        [step.tensors for step in used],
         updates[0][0][0].spill.arena,
         [stored.spill for update in updates for stored, _ in update],
         len(updates[0]),
         memory,
-        current_stream(device),
+        current_stream(grads[0].get_device()),
         first_blocks=steps.first_block,
     )
 
