@@ -1,4 +1,4 @@
-"""Steps in backward on CUDA: the bits of an optimizer for each parameter, on any stream and device."""
+"""Steps in backward on CUDA: bits of an optimizer for each parameter, streams, devices."""
 
 from __future__ import annotations
 
