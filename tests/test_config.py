@@ -41,3 +41,15 @@ def test_limit_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LCT_ARENA_MIB", wrong)
         with pytest.raises(ValueError, match="LCT_ARENA_MIB must be a whole number of MiB"):
             config.arena_limit_bytes(24 << 30)
+
+
+def test_bytes_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LCT_DECODE_AHEAD_MIB", raising=False)
+    assert config.decode_ahead_bytes() == 128 << 20
+    for value in (0, 7):
+        monkeypatch.setenv("LCT_DECODE_AHEAD_MIB", str(value))
+        assert config.decode_ahead_bytes() == value << 20
+    for wrong in ("-1", "1.5", "much", ""):
+        monkeypatch.setenv("LCT_DECODE_AHEAD_MIB", wrong)
+        with pytest.raises(ValueError, match="LCT_DECODE_AHEAD_MIB must be a whole number of MiB"):
+            config.decode_ahead_bytes()

@@ -17,6 +17,7 @@ from lct.dtypes import DTYPES
 from lct.errors import CorruptPayloadError
 from lct.ops import patterns
 from lct.presets import PRESETS
+from lct.tensor import decode_all
 
 BF16 = DTYPES["bfloat16"]
 SIZE = 20_000  # two groups and a partial one
@@ -48,6 +49,35 @@ def test_a_pending_negation_is_a_part_of_the_values() -> None:
     compressed.encode_(torch.zeros_like(expected))
     compressed.encode_(lazy)
     assert_holds(compressed, expected)
+
+
+def test_many_decode_as_each_does_alone() -> None:
+    stored = [
+        lct.encode(CALM.view(4, 50, 100)),
+        lct.encode(CALM, capacity=200),
+        lct.encode(CALM.float(), preset="clean"),
+        lct.encode(CALM[:0]),
+        lct.encode(torch.tensor(1.5).bfloat16()),
+        lct.encode(torch.ones(3, 8192).half()),
+        lct.encode(HOSTILE, capacity="exact"),
+        lct.encode(HOSTILE),
+        lct.encode(CALM.float(), upcast=True),
+        lct.encode(HOSTILE.float() + 1, upcast=True),
+    ]
+    assert {tensor.preset for tensor in stored} == {"pooled", "clean", "raw"}
+    assert sum(tensor.group_counts().spilled > 0 for tensor in stored) == 3
+    assert stored[5].group_counts().constant == 3
+    found = decode_all(stored)
+    for tensor, dense in zip(stored, found, strict=True):
+        assert_holds(tensor, dense)
+    assert len({dense.untyped_storage().data_ptr() for dense in found if dense.numel()}) == 9
+    assert decode_all([]) == []
+
+
+def test_many_decode_where_each_is() -> None:
+    found = decode_all([lct.encode(CALM), lct.encode(CALM.view(100, -1).to("meta"))])
+    assert_same_bits(patterns(found[0]), patterns(CALM), "values")
+    assert found[1].is_meta and found[1].shape == (100, 200)
 
 
 @pytest.mark.parametrize("capacity", ["exact", None, 784])

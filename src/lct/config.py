@@ -29,3 +29,14 @@ def arena_limit_bytes(device_bytes: int) -> int:
     if not value.isdigit() or int(value) < 1:
         raise ValueError(f"LCT_ARENA_MIB must be a whole number of MiB, at least 1, got {value!r}")
     return int(value) * MIB
+
+
+def decode_ahead_bytes() -> int:
+    """``LCT_DECODE_AHEAD_MIB``: dense bytes of weights that are decoded together at most.
+
+    Default: 128 MiB. 0: every weight by itself.
+    """
+    value = os.environ.get("LCT_DECODE_AHEAD_MIB", "128")
+    if not value.isdigit():
+        raise ValueError(f"LCT_DECODE_AHEAD_MIB must be a whole number of MiB, got {value!r}")
+    return int(value) * MIB

@@ -106,6 +106,31 @@ def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Te
     return out
 
 
+def is_written_by_graphs(stored: Stored) -> bool:
+    """Whether a CUDA graph was captured that writes to the payload."""
+    return stored.payload.is_cuda and stored.spill.captured
+
+
+def launches_kernels(device: torch.device) -> bool:
+    """Whether work on ``device`` is launched: on CUDA, and on ``meta`` where it stands for CUDA."""
+    return device.type == "cuda" or (device.type == "meta" and meta.steps_fused())
+
+
+def decode_all(
+    stored: Sequence[Stored], layouts: Sequence[PayloadLayout], outs: Sequence[torch.Tensor]
+) -> None:
+    """``decode`` of many, on any devices: in few launches where they are on CUDA."""
+    on_cuda: dict[int, list[tuple[Stored, PayloadLayout, torch.Tensor]]] = {}
+    for kept, layout, out in zip(stored, layouts, outs, strict=True):
+        if out.is_cuda:
+            on_cuda.setdefault(out.get_device(), []).append((kept, layout, out))
+        else:
+            decode(kept, layout, out)
+    for decodes in on_cuda.values():
+        parts = [(kept.payload, layout) for kept, layout, _ in decodes]
+        _cuda().decode_list(parts, [out for _, _, out in decodes])
+
+
 def can_step_fused(stored: Stored, layout: PayloadLayout) -> bool:
     """Whether fused steps take this tensor: a pooled BF16 payload on CUDA."""
     return (

@@ -36,10 +36,13 @@ class CompressedTensor:
 
     Made by ``encode``. ``payload`` is one uint8 allocation on ``device``; what spilled lies beside
     it on the CPU and in the device's arena on CUDA. Aliases share the object: ``encode_`` writes in
-    place.
+    place. ``version`` counts what was written so.
     """
 
-    __slots__ = ("__weakref__", "_candidates", "_preset", "_stored", "dtype", "layout", "shape")
+    __slots__ = (
+        *("__weakref__", "_candidates", "_preset", "_stored"),
+        *("dtype", "layout", "place", "shape", "version"),
+    )
 
     def __init__(
         self,
@@ -55,6 +58,8 @@ class CompressedTensor:
         self.dtype = _TORCH_DTYPES[layout.dtype.name]
         self._candidates = candidates
         self._preset = preset  # as asked for; the layout may be RAW, and may come back from it
+        self.version = 0
+        self.place: Any = None  # among the weights that are decoded together (nn.ahead)
         _live.add(self)
 
     @property
@@ -108,6 +113,11 @@ class CompressedTensor:
         """How many groups are coded, constant, spilled, raw. Synchronises on CUDA."""
         return ops.count_groups(self._stored, self.layout)
 
+    @property
+    def is_written_by_graphs(self) -> bool:
+        """Whether a CUDA graph was captured that writes to it: replays change it uncounted."""
+        return ops.is_written_by_graphs(self._stored)
+
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that hold the bytes: the payload and, on the CPU, what spilled."""
         spill = self._stored.spill
@@ -144,6 +154,7 @@ class CompressedTensor:
                 f"{self.device}, got {_describe(dense)}"
             )
         dense = _plain(dense)
+        self.version += 1
         # On CUDA looking would wait for the device: relieve_arena and repack do it there.
         looks = self._preset.pooled and not self.payload.is_cuda
         if looks and self.layout.is_raw and self._store_exactly(dense):
@@ -173,6 +184,7 @@ class CompressedTensor:
             return self.encode_(other.decode().to(self.device))
         self._stored = ops.to_device(other._stored, other.layout, self.device)
         self.layout = other.layout
+        self.version += 1
         return self
 
     def can_step_fused(self, *states: CompressedTensor) -> bool:
@@ -210,6 +222,7 @@ class CompressedTensor:
         ``grad``: dense BF16 of this shape, contiguous. Returns the update before torch
         orthogonalises it, a new tensor like ``grad``.
         """
+        self.version += 1
         return ops.fused_muon((self._stored, self.layout), grad, momentum=momentum)
 
     def repack(self) -> CompressedTensor:
@@ -435,7 +448,26 @@ def decode(compressed: CompressedTensor) -> torch.Tensor:
     return compressed.decode()
 
 
-def _parts(updates: Sequence[Sequence[CompressedTensor]]) -> list[list[ops.Part]]:
+def decode_all(tensors: Sequence[CompressedTensor]) -> list[torch.Tensor]:
+    """``decode`` of many, on any devices: in few launches where they are on CUDA.
+
+    Each dense tensor has memory of its own.
+    """
+    stored = [tensor._stored for tensor in tensors]
+    layouts = [tensor.layout for tensor in tensors]
+    outs = [
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=kept.payload.device)
+        for tensor, kept in zip(tensors, stored, strict=True)
+    ]
+    ops.decode_all(stored, layouts, outs)
+    return outs
+
+
+def _written_parts(updates: Sequence[Sequence[CompressedTensor]]) -> list[list[ops.Part]]:
+    """What a step, which writes to all of them, takes."""
+    for update in updates:
+        for tensor in update:
+            tensor.version += 1
     return [[(tensor._stored, tensor.layout) for tensor in update] for update in updates]
 
 
@@ -453,7 +485,7 @@ def sgd_all_(
     ``launched`` is called after each launch with the numbers of the updates that it makes: where
     the next one raises ArenaExhaustedError, these are made and no other.
     """
-    _launch_all(ops.fused_sgd, _parts(updates), grads, launched, update)
+    _launch_all(ops.fused_sgd, _written_parts(updates), grads, launched, update)
 
 
 def adam_all_(
@@ -466,7 +498,7 @@ def adam_all_(
 
     All are at the same ``step``. ``launched`` as ``sgd_all_``.
     """
-    _launch_all(ops.fused_adam, _parts(updates), grads, launched, update)
+    _launch_all(ops.fused_adam, _written_parts(updates), grads, launched, update)
 
 
 def _launch_all(

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cuda.core", reason="needs cuda-core, which pip install lct-torch[cuda] brings")
 
-from lct.backends.cuda import jit, steps
+from lct.backends.cuda import codec, jit, steps
 from lct.codebook import ESC, MAX_LENGTH, ZERO, bank
 from lct.errors import LctError
 
@@ -50,6 +50,8 @@ def test_argument_structures_match_the_kernels() -> None:
         assert fields_of("StepArgs", file) == [name for name, *_ in args._fields_]
     names = [name for name, *_ in steps._list_type(steps.SgdArgs)._fields_]
     assert fields_of("StepList", "step.cuh") == names
+    names = [name for name, *_ in codec.DecodeList._fields_]
+    assert fields_of("DecodeList", "pooled_decode_list.cu") == names
 
 
 @pytest.mark.parametrize("book", bank(), ids=lambda b: b.name)

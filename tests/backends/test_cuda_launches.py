@@ -1,16 +1,23 @@
-"""In what order the CUDA backend asks for credit and launches: needs no GPU."""
+"""In what order the CUDA backend asks for credit and launches, and with what arguments: needs no
+GPU.
+"""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lct.backends.cuda import codec, jit
-from lct.dtypes import DTYPES
+from lct.dtypes import DTYPES, UPCAST, DType
 from lct.errors import ArenaExhaustedError
 from lct.layout import PayloadLayout
-from lct.presets import PRESETS
+from lct.presets import PRESETS, RAW
 
 LAYOUT = PayloadLayout(PRESETS["pooled"], DTYPES["bfloat16"], 8192 * 8, 748)
 
@@ -102,3 +109,162 @@ def test_captured_encodes_in_place_keep_their_book(monkeypatch: pytest.MonkeyPat
     assert launches(monkeypatch, 100, 0, capturing=True) == (["code 0-8"], None)
     in_graph = launches(monkeypatch, 100, 0, capturing=True, fresh=True)
     assert in_graph == (["search", "code 0-8"], None)
+
+
+@dataclass
+class Launch:
+    """One of a recorded kernel's launches: (payload, dense) that it decodes, in order."""
+
+    entry: str
+    addresses: list[tuple[int, int]]
+
+
+class Driver:
+    """A driver that records launches of decodes as the kernels read them."""
+
+    entries = tuple(jit.KERNELS)
+    loads = 0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches: list[Launch] = []
+        self.before: Callable[[], object] | None = None  # called once, before a launch reads
+        monkeypatch.setattr(jit, "driver", lambda: self)
+        monkeypatch.setattr(jit, "load", self.load)
+        monkeypatch.setattr(jit, "device_tables", lambda device: torch.zeros(1))
+        monkeypatch.setattr(codec.arenas, "of", lambda device: SimpleNamespace(pointer=0))
+        monkeypatch.setattr(codec, "current_device", lambda: -1)  # what CPU tensors say
+        monkeypatch.setattr(codec, "current_stream", lambda device: 0)
+
+    def load(self, entry: str, preset: Any, dtype: Any, device: int) -> jit.Loaded:
+        self.loads += 1
+        kernel = jit.KERNELS[entry]
+        number = self.entries.index(entry)
+        return jit.Loaded(number, kernel.warps, None, 132, jit.LAUNCH[entry], 2**20)
+
+    def cuLaunchKernel(self, function: int, blocks: int, *rest: Any) -> tuple[int]:
+        *_, threads, _, _, shared_bytes, _, pointers, _ = rest
+        if self.before is not None:
+            before, self.before = self.before, None
+            before()
+        entry = self.entries[function]
+        address = ctypes.c_void_p.from_address(pointers).value
+        if entry == "pooled_decode_list":
+            addresses = self._read_list(address, blocks, threads // 32, shared_bytes)
+        else:
+            args = jit.Args.from_address(address)
+            addresses = [(args.payload, args.dense)]
+        self.launches.append(Launch(entry, addresses))
+        return (0,)
+
+    def _read_list(
+        self, address: int | None, blocks: int, warps: int, shared_bytes: int
+    ) -> list[tuple[int, int]]:
+        """Checks that blocks take every group of every tensor once, as the kernel finds them."""
+        assert address is not None
+        every: Any = codec.DecodeList.from_address(address)
+        taken = []
+        for block in range(blocks):
+            number = sum(block >= every.first_block[k] for k in range(1, jit.MOST_DECODES))
+            args = every.tensors[number]
+            first = args.first_group + (block - every.first_block[number]) * warps
+            taken += [(number, g) for g in range(first, first + warps) if g < args.end_group]
+            assert shared_bytes >= codec.DECODE_TABLE_BYTES + 4 * warps * args.capacity
+        tensors = [args for args in every.tensors if args.num_groups]
+        assert taken == [(k, g) for k, args in enumerate(tensors) for g in range(args.num_groups)]
+        return [(args.payload, args.dense) for args in tensors]
+
+
+def pooled_layout(groups: int, capacity: int = 748, dtype: DType | None = None) -> PayloadLayout:
+    """A layout of its own, with a tail: what stands ready for another one does not count."""
+    dtype = DTYPES["bfloat16"] if dtype is None else dtype
+    return PayloadLayout(PRESETS["pooled"], dtype, groups * 8192 - 100, capacity)
+
+
+def buffers(layouts: Sequence[PayloadLayout]) -> tuple[list[Any], list[torch.Tensor]]:
+    """Parts and outs of a list decode; values are of no account."""
+    types = {name: getattr(torch, name) for name in DTYPES}
+    parts, outs = [], []
+    for layout in layouts:
+        parts.append((torch.zeros(layout.size_bytes, dtype=torch.uint8), layout))
+        outs.append(torch.zeros(layout.num_values, dtype=types[layout.dtype.name]))
+    return parts, outs
+
+
+def addresses(parts: Sequence[Any], outs: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(part[0].data_ptr(), out.data_ptr()) for part, out in zip(parts, outs, strict=True)]
+
+
+def test_a_list_stands_ready_for_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    layouts = [pooled_layout(1 + 9 * k, 700 + 4 * k) for k in range(7)]
+    first, second = buffers(layouts), buffers(layouts)
+    codec.decode_list(*first)
+    assert driver.loads == 1
+    codec.decode_list(*second)
+    assert driver.loads == 1  # nothing was made anew
+    assert driver.launches == [
+        Launch("pooled_decode_list", addresses(*first)),
+        Launch("pooled_decode_list", addresses(*second)),
+    ]
+    for other in (pooled_layout(2), pooled_layout(2, 704)):
+        codec.decode_list(*buffers([layouts[0], other]))
+    assert driver.loads == 3  # another number of values, another capacity
+
+
+def test_a_list_that_is_being_launched_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread that decodes tensors of the same layouts meanwhile."""
+    driver = Driver(monkeypatch)
+    layouts = [pooled_layout(2) for _ in range(3)]
+    codec.decode_list(*buffers(layouts))
+    first, second = buffers(layouts), buffers(layouts)
+    driver.launches.clear()
+    driver.before = lambda: codec.decode_list(*second)
+    codec.decode_list(*first)
+    assert [launch.addresses for launch in driver.launches] == [
+        addresses(*second),
+        addresses(*first),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(1, [1]), (16, [16]), (17, [16, 1]), (40, [16, 16, 8])]
+)
+def test_a_launch_takes_sixteen(
+    monkeypatch: pytest.MonkeyPatch, count: int, sizes: list[int]
+) -> None:
+    driver = Driver(monkeypatch)
+    parts, outs = buffers([pooled_layout(1 + k % 5) for k in range(count)])
+    codec.decode_list(parts, outs)
+    assert [len(launch.addresses) for launch in driver.launches] == sizes
+    found = [pair for launch in driver.launches for pair in launch.addresses]
+    assert found == addresses(parts, outs)
+
+
+def test_a_list_falls_apart_by_what_its_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    bfloat16, float32 = DTYPES["bfloat16"], DTYPES["float32"]
+    layouts = [
+        pooled_layout(1),
+        pooled_layout(1, dtype=float32),
+        PayloadLayout(RAW, bfloat16, 5, 0),
+        pooled_layout(2),
+        pooled_layout(1, dtype=UPCAST),
+        PayloadLayout(PRESETS["clean"], bfloat16, 70_000, 25),
+        pooled_layout(3),  # its out is not aligned
+        pooled_layout(2, dtype=float32),
+    ]
+    parts, outs = buffers(layouts)
+    parts[2][0][16:] = torch.arange(10)
+    outs[6] = torch.zeros(layouts[6].num_values + 1, dtype=torch.bfloat16)[1:]
+    codec.decode_list(parts, outs)
+    pairs = addresses(parts, outs)
+    assert outs[2].view(torch.uint8).tolist() == list(range(10))
+    fixed, unaligned, *lists = driver.launches
+    assert fixed == Launch("fixed_decode", [pairs[5]])
+    assert (unaligned.entry, unaligned.addresses[0][0]) == ("pooled_decode", pairs[6][0])
+    assert unaligned.addresses[0][1] % 16 == 0
+    assert lists == [
+        Launch("pooled_decode_list", [pairs[0], pairs[3]]),
+        Launch("pooled_decode_list", [pairs[1], pairs[7]]),
+        Launch("pooled_decode", [pairs[4]]),
+    ]

@@ -41,6 +41,8 @@ from lct.bench.variants import (
     VARIANTS,
     OptimizerRow,
     compile_,
+    from_host,
+    to_host,
 )
 from lct.cli.app import app
 from lct.cli.plots import _pareto_front
@@ -523,6 +525,18 @@ def test_wrong_usage(arguments: tuple[str, ...], exit_code: int, words: str) -> 
     assert result.exit_code == exit_code
     assert words in result.stderr.replace("│", "").replace("\n", " ") or words in " ".join(
         result.stderr.split()
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_offloading_keeps_strides(device: str) -> None:
+    values = torch.arange(24.0, device=device).reshape(2, 3, 4)
+    for tensor in (values, values.transpose(1, 2), values[:, :, ::2], values[:0], values[0, 0, 0]):
+        back = from_host(to_host(tensor))
+        assert (back.stride(), back.device) == (tensor.stride(), tensor.device)
+        assert torch.equal(back, tensor)
+    assert torch.equal(
+        from_host(to_host(values[:, :1].expand(2, 3, 4))), values[:, :1].expand(2, 3, 4)
     )
 
 

@@ -1,4 +1,4 @@
-"""Steps in backward on CUDA: bits of an optimizer for each parameter, streams, devices."""
+"""Steps in backward on CUDA: the bits of an optimizer for each parameter by itself."""
 
 from __future__ import annotations
 

@@ -10,18 +10,22 @@ import torch
 
 from .. import compress_, encode
 from ..optim import SGD
+from ..tensor import decode_all
 from .timing import REPETITIONS, summarize
 
 # Small: the device keeps up, so that the queue of launches never fills and makes the host wait.
 NUM_VALUES = 2**16
 CALLS = 200  # a sample is their mean
 BASE = "torch.add"
+TOGETHER = 7  # the matrices of a transformer's block
+ALL_AT_ONCE = f"decode {TOGETHER} at once, each"
 
 
 def calls(device: torch.device) -> dict[str, Callable[[], object]]:
     """The calls to time, by name; the first one is what the others are compared with."""
     a, b, out = (torch.randn(NUM_VALUES, device=device).bfloat16() for _ in range(3))
     compressed = encode(a)
+    several = [encode(a) for _ in range(TOGETHER)]
     linear = torch.nn.Linear(256, 256, bias=False, device=device, dtype=torch.bfloat16)
     compress_(linear)
     weight = linear.weight
@@ -33,6 +37,7 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
         "copy_": lambda: out.copy_(a),
         "decode(out)": lambda: compressed.decode(out),
         "decode": lambda: compressed.decode(),
+        ALL_AT_ONCE: lambda: decode_all(several),
         "encode": lambda: encode(a),
         "encode_": lambda: compressed.encode_(a),
         "SGD.step": lambda: optimizer.step(),
@@ -40,7 +45,7 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
 
 
 def measure_host(device: torch.device, *, repetitions: int = REPETITIONS) -> list[dict[str, Any]]:
-    """A row a call: host microseconds, and those over ``torch.add(a, b, out=c)``'s.
+    """A row a call: host microseconds a tensor, and those over ``torch.add(a, b, out=c)``'s.
 
     ValueError on the CPU, where a call is over when its work is.
     """
@@ -56,7 +61,8 @@ def measure_host(device: torch.device, *, repetitions: int = REPETITIONS) -> lis
                 call()
             elapsed = (time.perf_counter_ns() - start) / CALLS
             if repetition >= 0:
-                samples[name].append(elapsed / 1e6)
+                tensors = TOGETHER if name == ALL_AT_ONCE else 1
+                samples[name].append(elapsed / tensors / 1e6)
     torch.cuda.synchronize(device)
     timings = {name: summarize(values) for name, values in samples.items()}
     base = timings[BASE].median_ms

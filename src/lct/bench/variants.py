@@ -33,8 +33,8 @@ class Storage:
 class Saving:
     """What PyTorch itself does about activations.
 
-    ``checkpoint``: every layer is computed again in backward; ``offload``: ``save_on_cpu`` into
-    pinned memory; ``budget``: ``activation_memory_budget`` of compiled graphs.
+    ``checkpoint``: every layer is computed again in backward; ``offload``: what autograd saves goes
+    to pinned memory of the host; ``budget``: ``activation_memory_budget`` of compiled graphs.
     """
 
     name: str
@@ -149,8 +149,28 @@ class Variant:
         if self.storage.activations:
             return compress_activations(min_bytes=self.storage.min_bytes)
         if self.saving.offload:
-            return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+            return torch.autograd.graph.saved_tensors_hooks(to_host, from_host)
         return contextlib.nullcontext()
+
+
+def to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    """Pack hook of ``save_on_cpu(pin_memory=True)``, but for the strides, which torch's loses: the
+    backward of a compiled graph refuses other ones than its forward saved.
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    if any(stride == 0 and size > 1 for size, stride in zip(sizes, strides, strict=True)):
+        tensor = tensor.contiguous()  # nothing can be copied to values that share their memory
+    host = torch.empty_strided(
+        sizes, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda
+    )
+    return tensor.device, host.copy_(tensor)
+
+
+def from_host(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    """The unpack hook that goes with it."""
+    device, host = packed
+    tensor = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+    return tensor.copy_(host, non_blocking=True)
 
 
 def _name(storage: Storage, saving: Saving) -> str:

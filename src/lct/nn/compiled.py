@@ -1,4 +1,5 @@
-"""Compressed weights within ``torch.compile``: ``lct::decode``, the op that graphs decode with.
+"""Compressed weights within ``torch.compile``: ``lct::decode``, the op that graphs decode with,
+and ``lct::decode_all``, which Inductor's graphs have for several (``graph_pass``).
 
 A graph sees a weight as its handle; the op finds the ``CompressedTensor`` when the graph runs. It
 also takes the plain tensors that the op with the weight takes, and does not read them: in backward
@@ -8,11 +9,15 @@ decoded, and uses of one weight in different places stay apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from ..tensor import CompressedTensor, decode_all
+from . import graph_pass
+from .ahead import decode_for_op
 from .compressed_weight import CompressedWeight
 from .handles import root_of
 
@@ -51,16 +56,20 @@ def plain_tensors(values: Any) -> Iterator[torch.Tensor]:
             yield value
 
 
-def _decode(
-    handle: torch.Tensor, size: Sequence[int], dtype: torch.dtype, after: list[torch.Tensor]
-) -> torch.Tensor:
+def _root(handle: torch.Tensor, size: Sequence[int], dtype: torch.dtype) -> CompressedTensor:
     root = root_of(handle)
     if root.shape != tuple(size) or root.dtype != dtype:
         raise RuntimeError(
             f"the graph was traced for a {dtype} weight of shape {tuple(size)}, got one of "
             f"{root.dtype} and {tuple(root.shape)}"
         )
-    return root.decode()
+    return root
+
+
+def _decode(
+    handle: torch.Tensor, size: Sequence[int], dtype: torch.dtype, after: list[torch.Tensor]
+) -> torch.Tensor:
+    return decode_for_op(_root(handle, size, dtype))
 
 
 def _decode_fake(
@@ -69,13 +78,53 @@ def _decode_fake(
     return torch.empty(size, dtype=dtype, device=handle.device)
 
 
+def _split(dims: Sequence[int], ranks: Sequence[int]) -> list[Sequence[int]]:
+    ends = list(itertools.accumulate(ranks, initial=0))
+    return [dims[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _decode_all(
+    handles: list[torch.Tensor],
+    dims: Sequence[int],
+    ranks: Sequence[int],
+    dtype: torch.dtype,
+    after: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    sizes = _split(dims, ranks)
+    roots = [_root(handle, size, dtype) for handle, size in zip(handles, sizes, strict=True)]
+    return decode_all(roots)
+
+
+def _decode_all_fake(
+    handles: list[torch.Tensor],
+    dims: Sequence[int],
+    ranks: Sequence[int],
+    dtype: torch.dtype,
+    after: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    sizes = _split(dims, ranks)
+    return [
+        torch.empty(size, dtype=dtype, device=handle.device)
+        for handle, size in zip(handles, sizes, strict=True)
+    ]
+
+
 _library = torch.library.Library("lct", "DEF")
-_library.define(
-    "decode(Tensor handle, SymInt[] size, ScalarType dtype, Tensor[] after) -> Tensor",
+_SCHEMAS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "decode(Tensor handle, SymInt[] size, ScalarType dtype, Tensor[] after) -> Tensor": (
+        _decode,
+        _decode_fake,
+    ),
+    # `dims`: the sizes one after another, `ranks`: how many of them belong to each.
+    "decode_all(Tensor[] handles, int[] dims, int[] ranks, ScalarType dtype, Tensor[] after)"
+    " -> Tensor[]": (_decode_all, _decode_all_fake),
+}
+for _schema, (_function, _fake) in _SCHEMAS.items():
+    _name = _schema.partition("(")[0]
     # Inductor need not lay out `after` as it was traced, for nobody reads it. A captured CUDA graph
     # would decode from where, and as, the payload lay then.
-    tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe),
-)
-_library.impl("decode", _decode, "CompositeExplicitAutograd")
-_library.impl("decode", torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("lct::decode", _decode_fake, lib=_library)
+    _library.define(_schema, tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe))
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"lct::{_name}", _fake, lib=_library)
+graph_pass.install()

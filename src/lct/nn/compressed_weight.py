@@ -18,13 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..tensor import CompressedTensor, encode
+from .ahead import decode_for_op
 from .handles import handle_of, root_of
 from .strides import memory_order
 from .untraced import untraced
 
 Handler = Callable[..., Any]
 # What the class itself keeps on a weight.
-OWN_ATTRIBUTES = ("compressed", "_whole", "_handle")
+OWN_ATTRIBUTES = ("compressed", "_whole", "_handle", "_flat")
 # Compiled graphs live on disk too: count this up when a graph of before would do something else.
 TRACE_VERSION = 1
 
@@ -39,6 +40,7 @@ class CompressedWeight(torch.Tensor):
     compressed: CompressedTensor
     _whole: bool
     _handle: torch.Tensor
+    _flat: tuple[CompressedTensor, tuple[Any, ...]]
     # Within torch.compile, of a view: the op that made it, its arguments, and which result it is.
     traced_view: tuple[Any, tuple[Any, ...], dict[str, Any], int | None] | None = None
     # Filled by weight_ops: handlers of functions (absent: torch's own) and of dispatched ops (all).
@@ -85,6 +87,11 @@ class CompressedWeight(torch.Tensor):
         values = self.compressed.decode()
         return values if self._whole else view_of(values, self)
 
+    def operand(self) -> torch.Tensor:
+        """``dense()`` for an op of a model: maybe decoded together with other weights."""
+        values = decode_for_op(self.compressed)
+        return values if self._whole else view_of(values, self)
+
     @property
     def payload(self) -> torch.Tensor:
         """The root's payload: aliases of a weight share it (libraries compare its address)."""
@@ -118,10 +125,14 @@ class CompressedWeight(torch.Tensor):
     # `.data =`, which would not carry the root along. Compiled graphs see the flat form.
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         root = self.compressed
-        geometry = None
-        if not self._whole:
-            geometry = (self.shape, self.stride(), self.storage_offset(), self.dtype)
-        return ["handle"], (TRACE_VERSION, root.shape, root.dtype, geometry)
+        # Compiled code asks at every call, of every weight.
+        known = self.__dict__.get("_flat")
+        if known is None or known[0] is not root:
+            geometry = None
+            if not self._whole:
+                geometry = (self.shape, self.stride(), self.storage_offset(), self.dtype)
+            known = self._flat = root, (TRACE_VERSION, root.shape, root.dtype, geometry)
+        return ["handle"], known[1]
 
     @staticmethod
     def __tensor_unflatten__(

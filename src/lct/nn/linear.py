@@ -25,7 +25,7 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.x_shape = x.shape
-        out = F.linear(x, weight.dense(), bias)
+        out = F.linear(x, weight.operand(), bias)
         if bias is not None and x.dim() > 2:
             # F.linear returns a view here, and autograd forbids changing a view that a Function
             # made in place (as `relu(…, inplace=True)` does): hand out a tensor that is none.
@@ -41,7 +41,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = None
         if needs_x:
             # With create_graph the product must be differentiable in the weight itself.
-            operand = weight if torch.is_grad_enabled() else weight.dense()
+            operand = weight if torch.is_grad_enabled() else weight.operand()
             grad_x = rows.mm(operand)
             if len(ctx.x_shape) > 2:
                 grad_x = grad_x.view(ctx.x_shape)
@@ -78,7 +78,7 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
         return _Linear.apply(x, weight, bias)
-    return F.linear(x, weight.dense(), bias)
+    return F.linear(x, weight.operand(), bias)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

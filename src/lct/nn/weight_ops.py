@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..dtypes import DTYPES
 from ..tensor import CompressedTensor
+from .ahead import decode_for_op
 from .compressed_weight import CompressedWeight, Handler, alias_of, view_of
 from .handles import count_write
 from .linear import linear
@@ -63,7 +64,7 @@ class _Decoded:
         root = weight.compressed
         values = self.values.get(id(root))
         if values is None:
-            values = self.values[id(root)] = root.decode()
+            values = self.values[id(root)] = decode_for_op(root)
         # A whole weight gets an alias too: an op may see a weight and a view of it.
         plain = values.detach() if weight._whole else view_of(values, weight)
         if self.mirror_requires_grad and weight.requires_grad:

@@ -1,13 +1,22 @@
 """The CUDA backend: kernels compiled by NVRTC (jit), the overflow arena, the codec, fused steps."""
 
 from . import arena
-from .codec import decode, encode, group_needs, group_needs_later, lease, to_canonical
+from .codec import (
+    decode,
+    decode_list,
+    encode,
+    group_needs,
+    group_needs_later,
+    lease,
+    to_canonical,
+)
 from .steps import adam, muon, sgd
 
 __all__ = [
     "adam",
     "arena",
     "decode",
+    "decode_list",
     "encode",
     "group_needs",
     "group_needs_later",

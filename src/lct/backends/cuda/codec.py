@@ -34,6 +34,7 @@ from . import arena as arenas
 from . import jit
 
 NO_BOOK = 0xFFFFFFFF
+NO_BLOCK = 0xFFFFFFFF
 CAPTURED = 1 << 62  # launch number of captured launches: the host never learns that they are done
 ENCODE_TABLE_BYTES = (jit.ENCODE_PAIRS_WORDS + jit.ENCODE_WORDS) * WORD_BYTES
 DECODE_TABLE_BYTES = (jit.PAIRS_WORDS + jit.SINGLES_WORDS) * WORD_BYTES
@@ -73,16 +74,18 @@ def template(layout: PayloadLayout) -> jit.Args:
 class Lease:
     """A payload's claim on chunks of its device's arena; gives them back when it is dropped."""
 
-    __slots__ = ("arena", "last", "serial")
+    __slots__ = ("arena", "captured", "last", "serial")
 
     def __init__(self, device: int) -> None:
         self.arena = arenas.of(device)
         self.serial = self.arena.new_serial()
         self.last = 0
+        self.captured = False
 
     def note(self, sequence: int) -> None:
         """Launch ``sequence`` writes the payload."""
         self.last = sequence
+        self.captured = self.captured or sequence == CAPTURED
 
     def __del__(self) -> None:
         # At interpreter exit torch is half gone; the process's memory goes with it.
@@ -322,10 +325,15 @@ def launch_with_credit(
         arena.launched()
 
 
-def _decode_call(layout: PayloadLayout, device: int) -> jit.Call:
+def _decode_args(layout: PayloadLayout, device: int) -> jit.Args:
     args = jit.Args.from_buffer_copy(template(layout))
     args.tables = jit.device_tables(device).data_ptr()
     args.arena = arenas.of(device).pointer
+    return args
+
+
+def _decode_call(layout: PayloadLayout, device: int) -> jit.Call:
+    args = _decode_args(layout, device)
     pooled = layout.preset.pooled
     table_words = jit.SINGLES_WORDS + (jit.PAIRS_WORDS if pooled else 0)
     entry = "pooled_decode" if pooled else "fixed_decode"
@@ -352,6 +360,75 @@ def decode(payload: torch.Tensor, layout: PayloadLayout, out: torch.Tensor) -> t
     if target is not out:
         out.copy_(target)
     return out
+
+
+class DecodeList(ctypes.Structure):
+    """The argument of ``pooled_decode_list``; mirrors ``struct DecodeList`` there."""
+
+    _fields_ = [
+        ("first_block", ctypes.c_uint32 * (jit.MOST_DECODES + 1)),
+        ("tensors", jit.Args * jit.MOST_DECODES),
+    ]
+
+
+class _DecodeListCall:
+    """A launch that decodes several pooled tensors, made ready for their layouts."""
+
+    __slots__ = ("call", "tensors")
+
+    def __init__(self, layouts: Sequence[PayloadLayout], device: int) -> None:
+        every: Any = DecodeList()
+        every.first_block[:] = [NO_BLOCK] * len(every.first_block)
+        every.tensors[: len(layouts)] = [_decode_args(layout, device) for layout in layouts]
+        self.tensors: list[Any] = every.tensors[: len(layouts)]  # parts of it, not copies
+        first = layouts[0]
+        kernel = jit.load("pooled_decode_list", first.preset, first.dtype, device)
+        words = max(layout.capacity_words for layout in layouts)
+        memory = SharedMemory(DECODE_TABLE_BYTES, words * WORD_BYTES)
+        self.call = call_over_groups(kernel, every, self.tensors, memory, every.first_block)
+
+
+# A payload, its layout, and where to decode it to.
+_Decode = tuple[torch.Tensor, PayloadLayout, torch.Tensor]
+
+
+def decode_list(
+    parts: Sequence[tuple[torch.Tensor, PayloadLayout]], outs: Sequence[torch.Tensor]
+) -> None:
+    """Decode each (payload, layout) into its ``out`` (contiguous); at least one, all on one device.
+
+    Pooled tensors of one dtype share launches. Does not wait for the device.
+    """
+    device = outs[0].get_device()
+    if current_device() != device:
+        with torch.cuda.device(device):
+            return decode_list(parts, outs)
+    together: dict[tuple[int, int], list[_Decode]] = {}
+    for (payload, layout), out in zip(parts, outs, strict=True):
+        preset = layout.preset
+        if preset.pooled and out.data_ptr() % 16 == 0:
+            same_code = together.setdefault((preset.code, layout.dtype.code), [])
+            same_code.append((payload, layout, out))
+        else:
+            decode(payload, layout, out)
+    for decodes in together.values():
+        for start in range(0, len(decodes), jit.MOST_DECODES):
+            _launch_decodes(decodes[start : start + jit.MOST_DECODES], device)
+
+
+def _launch_decodes(decodes: Sequence[_Decode], device: int) -> None:
+    """Decode pooled tensors of one dtype, at most ``jit.MOST_DECODES``, in one launch."""
+    if len(decodes) == 1:
+        decode(*decodes[0])
+        return
+    # Of one preset and dtype, layouts differ in these alone.
+    sizes = tuple([(layout.num_values, layout.capacity_words) for _, layout, _ in decodes])
+    pool = ready(decodes[0][1], ("pooled_decode_list", device, sizes))
+    every = take(pool) or _DecodeListCall([layout for _, layout, _ in decodes], device)
+    for args, (payload, _, out) in zip(every.tensors, decodes, strict=True):
+        args.payload, args.dense = payload.data_ptr(), out.data_ptr()
+    every.call.launch(current_stream(device))
+    pool.append(every)
 
 
 def group_needs(

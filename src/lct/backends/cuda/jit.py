@@ -36,8 +36,10 @@ TABLE_WORDS = SINGLES_WORDS + PAIRS_WORDS + ENCODE_WORDS + ENCODE_PAIRS_WORDS + 
 PAIR_BITS, PAIR_WINDOW, PAIR_STRIDE = 12, 16, 27
 # Updates that one launch of a step takes at most: their arguments are 9 kB for Adam.
 MOST_STEPS = 16
+MOST_DECODES = 16  # tensors that one launch decodes at most: their arguments are 2.5 kB
 _SIZES = {
     "MOST_STEPS": MOST_STEPS,
+    "MOST_DECODES": MOST_DECODES,
     "SINGLES_WORDS": SINGLES_WORDS,
     "PAIRS_WORDS": PAIRS_WORDS,
     "ENCODE_WORDS": ENCODE_WORDS,
@@ -83,7 +85,10 @@ KERNELS: dict[str, Kernel] = {
     row.entry: row
     for row in (
         Kernel("pooled_encode", (*_POOLED, "pooled_group.cuh", "pooled_encode.cu"), True),
-        Kernel("pooled_decode", (*_POOLED, "pooled_decode.cu"), True),
+        Kernel("pooled_decode", (*_POOLED, "pooled_decode.cuh", "pooled_decode.cu"), True),
+        Kernel(
+            "pooled_decode_list", (*_POOLED, "pooled_decode.cuh", "pooled_decode_list.cu"), True
+        ),
         Kernel("pooled_needs", ("common.cuh", "pooled.cuh", "pooled_needs.cu"), True),
         Kernel("fixed_encode", (*_POOLED, "fixed.cuh", "fixed_encode.cu"), False),
         Kernel("fixed_decode", (*_POOLED, "fixed.cuh", "fixed_decode.cu"), False),

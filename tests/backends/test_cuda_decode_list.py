@@ -1,0 +1,234 @@
+"""Many tensors decoded in few launches on CUDA: the bits of each, and nothing beside them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+import inputs
+import lct
+from inputs import ALL_DTYPES, dtype_id
+from lct import ops
+from lct.backends.cuda import jit
+from lct.dtypes import DTYPES, UPCAST, DType
+from lct.tensor import decode_all
+from training import assert_same_bits
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+BF16 = DTYPES["bfloat16"]
+POISON = 0x5A
+GUARD = 64  # values on either side of an out, which no decode may write
+SIZES = (1000, 8191, 8192, 8193, 1, 20_001, 127, 65_537, 40_960, 5, 300_001)
+CAPACITIES = (None, 200, 64, 1024, "exact", 2112, 748)
+VALUES: dict[str, Callable[[DType, int, int], object]] = {
+    "gaussian": lambda dtype, n, seed: inputs.gaussian(dtype, n, seed=seed),
+    "random bits": lambda dtype, n, seed: inputs.random_bits(dtype, n, seed),
+    "zeros": lambda dtype, n, seed: inputs.gaussian(dtype, n, seed=seed) * 0,
+    "spread": lambda dtype, n, seed: inputs.from_floats(
+        inputs.gaussian(DTYPES["float32"], n, seed=seed).view("float32")
+        * 2.0 ** (torch.arange(n).numpy() // 700 % 9),
+        dtype,
+    ),
+}
+Tensors = list[tuple[torch.Tensor, lct.CompressedTensor]]
+
+
+def tensors(count: int, dtypes: Sequence[DType], seed: int = 0) -> Tensors:
+    """(dense, compressed) of all sizes, capacities, kinds of values and presets in turn."""
+    made: Tensors = []
+    for k in range(count):
+        dtype, name = dtypes[k % len(dtypes)], tuple(VALUES)[(k + k // 4) % len(VALUES)]
+        values = VALUES[name](dtype, SIZES[k % len(SIZES)], seed + k)
+        dense = inputs.to_torch(values, dtype).to(DEVICE)
+        upcast = dtype is UPCAST
+        if upcast and k % 3 == 0:
+            dense[-1] = 1.0000001  # its group is stored wide
+        if k % 10 == 6 and not upcast:
+            made.append((dense, lct.encode(dense, preset="clean")))
+        else:
+            capacity = CAPACITIES[k % len(CAPACITIES)]
+            made.append((dense, lct.encode(dense, capacity=capacity, upcast=upcast)))
+    return made
+
+
+def integers(size_bytes: int) -> torch.dtype:
+    return {2: torch.int16, 4: torch.int32}[size_bytes]
+
+
+class Outs:
+    """Where tensors are decoded to: poisoned, between guards; ``shift``: values off alignment."""
+
+    def __init__(self, made: Tensors, shifts: Sequence[int] = (0,)) -> None:
+        self.buffers: list[torch.Tensor] = []
+        self.outs: list[torch.Tensor] = []
+        for k, (dense, _) in enumerate(made):
+            first = GUARD + shifts[k % len(shifts)]
+            size = first + dense.numel() + GUARD
+            buffer = torch.empty(size, dtype=dense.dtype, device=DEVICE)
+            self.buffers.append(buffer)
+            self.outs.append(buffer[first : first + dense.numel()])
+        self.poison()
+
+    def poison(self) -> None:
+        for buffer in self.buffers:
+            buffer.view(torch.uint8).fill_(POISON)
+
+    def check(self, made: Tensors, what: str = "") -> None:
+        for k, ((dense, _), out, buffer) in enumerate(
+            zip(made, self.outs, self.buffers, strict=True)
+        ):
+            assert_same_bits(dense, out, f"{what} tensor {k}")
+            first = out.storage_offset()
+            for guard in (buffer[:first], buffer[first + dense.numel() :]):
+                assert (guard.view(torch.uint8) == POISON).all(), f"{what} beside tensor {k}"
+
+
+def decode_into(made: Tensors, outs: Outs) -> None:
+    stored = [compressed._stored for _, compressed in made]
+    ops.decode_all(stored, [compressed.layout for _, compressed in made], outs.outs)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 16, 17, 40])
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_id)
+def test_any_number_of_tensors(dtype: DType, count: int) -> None:
+    made = tensors(count, [dtype])
+    outs = Outs(made)
+    for turn in ("first", "again"):
+        decode_into(made, outs)
+        outs.check(made, turn)
+        outs.poison()
+
+
+def test_the_tensors_are_of_every_kind() -> None:
+    """What the other tests count on."""
+    for dtype in ALL_DTYPES:
+        compressed = [tensor for _, tensor in tensors(40, [dtype])]
+        counts = [tensor.group_counts() for tensor in compressed]
+        assert {"pooled", "raw"} <= {tensor.preset for tensor in compressed}
+        assert sum(count.spilled > 0 for count in counts) > 5
+        assert sum(count.constant > 0 for count in counts) > 5
+        assert sum(not count.spilled for count in counts) > 5
+        assert len({tensor.layout.capacity_words for tensor in compressed}) > 5
+    assert any(tensor.preset == "clean" for _, tensor in tensors(40, [BF16]))
+
+
+def test_dtypes_in_turn() -> None:
+    made = tensors(40, ALL_DTYPES)
+    outs = Outs(made)
+    decode_into(made, outs)
+    outs.check(made)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_id)
+def test_hostile_inputs(dtype: DType) -> None:
+    for capacity in (None, 2112):
+        made: Tensors = []
+        for values in inputs.hostile(dtype).values():
+            dense = inputs.to_torch(values, dtype).to(DEVICE)
+            upcast = dtype is UPCAST
+            made.append((dense, lct.encode(dense, capacity=capacity, upcast=upcast)))
+        outs = Outs(made)
+        decode_into(made, outs)
+        outs.check(made, f"capacity {capacity}")
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_id)
+def test_outs_off_alignment(dtype: DType) -> None:
+    made = tensors(20, [dtype])
+    outs = Outs(made, shifts=(0, 1, 8, 3))
+    decode_into(made, outs)
+    outs.check(made)
+
+
+def test_new_tensors_have_their_shapes_and_memory() -> None:
+    made = [
+        (dense.view(1, -1), lct.encode(dense.view(1, -1), capacity=200))
+        for dense, _ in tensors(9, ALL_DTYPES)
+    ]
+    found = decode_all([compressed for _, compressed in made])
+    for (dense, _), out in zip(made, found, strict=True):
+        assert_same_bits(dense, out)
+    assert len({out.untyped_storage().data_ptr() for out in found}) == len(found)
+    on_cpu = lct.encode(made[0][0].cpu())
+    both = decode_all([on_cpu, made[1][1], lct.encode(torch.empty(0, 3, device=DEVICE))])
+    assert [out.device.type for out in both] == ["cpu", "cuda", "cuda"]
+    assert_same_bits(made[0][0].cpu(), both[0])
+    assert_same_bits(made[1][0], both[1])
+    assert both[2].shape == (0, 3)
+
+
+def test_one_launch_for_tensors_of_a_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [(dense, lct.encode(dense)) for dense, _ in tensors(4, [BF16])]
+    outs = Outs(made)
+    decode_into(made, outs)
+    launches = []
+    launch = jit.Call.launch
+    monkeypatch.setattr(
+        jit.Call, "launch", lambda call, stream: (launches.append(call), launch(call, stream))
+    )
+    outs.poison()
+    decode_into(made, outs)
+    assert len(launches) == 1
+    outs.check(made)
+
+
+def test_graph_capture_replays() -> None:
+    made = [(dense, lct.encode(dense)) for dense, _ in tensors(20, [BF16])]
+    outs = Outs(made)
+    decode_into(made, outs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode_into(made, outs)
+    for seed in range(4):
+        for k, (dense, compressed) in enumerate(made):
+            values = VALUES["random bits" if seed % 2 else "gaussian"](
+                BF16, dense.numel(), seed + k
+            )
+            dense.copy_(inputs.to_torch(values, BF16))
+            compressed.encode_(dense)
+        outs.poison()
+        graph.replay()
+        torch.cuda.synchronize()
+        outs.check(made, f"replay {seed}")
+
+
+def test_threads_decode_tensors_of_the_same_layouts() -> None:
+    """Each with its own tensors, on a stream of its own, over the calls that stand ready."""
+    threads, turns, count = 4, 30, 7
+    all_made = [
+        [(dense, lct.encode(dense)) for dense, _ in tensors(count, [BF16], seed=100 * number)]
+        for number in range(threads)
+    ]
+    layouts = [[compressed.layout for _, compressed in made] for made in all_made]
+    assert all(own == layouts[0] for own in layouts)
+    all_outs = [Outs(made) for made in all_made]
+    torch.cuda.synchronize()
+    start = threading.Barrier(threads)
+    failures: list[BaseException] = []
+
+    def work(made: Tensors, outs: Outs) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                start.wait()
+                for turn in range(turns):
+                    decode_into(made, outs)
+                    torch.cuda.current_stream().synchronize()
+                    outs.check(made, f"turn {turn}")
+                    outs.poison()
+        except BaseException as error:
+            failures.append(error)
+
+    running = [
+        threading.Thread(target=work, args=own) for own in zip(all_made, all_outs, strict=True)
+    ]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    if failures:
+        raise failures[0]
