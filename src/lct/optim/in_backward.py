@@ -152,9 +152,11 @@ def _on_stream(device: torch.device, stream: int) -> Iterator[None]:
             yield
             return
         own = torch.cuda.ExternalStream(stream, device)
-        with torch.cuda.stream(own):
-            yield
-        current.wait_stream(own)
+        try:
+            with torch.cuda.stream(own):
+                yield
+        finally:
+            current.wait_stream(own)
 
 
 def _step(optimizer: CompressedState, params: dict[torch.Tensor, int]) -> None:
