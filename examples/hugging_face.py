@@ -48,7 +48,7 @@ model = Qwen3ForCausalLM(config).to(args.device, torch.bfloat16)
 
 lct.compress_(model)  # weights; the tied embedding once
 optimizer = lct.optim.AdamW(model.parameters(), lr=2e-3)  # its moments
-lct.optim.step_in_backward(optimizer)  # and no two gradients at a time
+lct.optim.step_in_backward(optimizer)  # and not all gradients at once
 
 for step in range(1, args.steps + 1):
     tokens = batch()

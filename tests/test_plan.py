@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 from typer.testing import CliRunner
 
+from lct import optim
 from lct.bench.models.byte_gpt import ByteGpt, GptSize
 from lct.bench.planning import measure_step, training_of
 from lct.cli.app import app
 from lct.nn import room
+from lct.optim import step_in_backward
 from lct.plan import PARTS, Training, plan_memory
 from training import BF16
 
@@ -59,6 +62,19 @@ def test_the_planned_peak_is_the_measured_one(optimizer: str, parts: tuple[str, 
     assert planned.state == pytest.approx(
         measured.state, rel=0.08 if optimizer == "adamw" else ERROR
     )
+
+
+def test_gradients_that_wait_for_a_step_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Few tokens, so that gradients outweigh what is freed meanwhile.
+    training = training_of(f"{__name__}:small_gpt", tokens=16, batch=1, step_in_backward=True)
+    peaks = []
+    for batch_bytes in (0, 1 << 30):
+        chosen = functools.partial(step_in_backward, batch_bytes=batch_bytes)
+        monkeypatch.setattr(optim, "step_in_backward", chosen)
+        planned = plan_memory(training, ALL, "cpu")
+        assert planned.peak == pytest.approx(measure_step(training, ALL, CPU).peak, rel=ERROR)
+        peaks.append(planned.peak)
+    assert peaks[0] < 0.95 * peaks[1]
 
 
 def test_what_lct_saves() -> None:

@@ -56,6 +56,7 @@ class Training:
 
     ``build`` makes the model on torch's default device, ``make_batch`` a batch on a device;
     ``loss(model, batch)`` is called in every step. ``optimizer``: a row of ``OPTIMIZERS``.
+    ``step_in_backward``: by ``lct.optim.step_in_backward``, with the gradients that wait there.
     ``checkpointing``: layers save their inputs only, by a method of transformers' models.
     """
 

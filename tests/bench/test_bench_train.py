@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
@@ -46,6 +47,7 @@ from lct.bench.variants import (
 )
 from lct.cli.app import app
 from lct.cli.plots import _pareto_front
+from lct.optim import step_in_backward
 from training import assert_same_model
 
 torch.set_num_threads(1)
@@ -83,9 +85,12 @@ def check_row(row: dict[str, Any], case: Case) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_held_out_batches() -> Iterator[None]:
+def of_the_size_of_the_models() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_run, "HELD_OUT_BATCHES", 1)
+        # Otherwise all of their gradients would wait for the end of backward.
+        stepping = functools.partial(step_in_backward, batch_bytes=4096)
+        patch.setattr(training_run, "step_in_backward", stepping)
         yield
 
 

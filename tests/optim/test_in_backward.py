@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -442,6 +443,24 @@ def test_an_error_in_a_step(kind: str, batch_bytes: int, monkeypatch: pytest.Mon
         optimizer.step()
         optimizer.zero_grad()
         assert_same_model(after, model)
+
+
+def test_updates_of_a_launch() -> None:
+    """As the kernel takes them: at most 16, and of half of the arena at worst."""
+
+    def payload(groups: int, limit_chunks: int) -> Any:
+        arena = SimpleNamespace(limit_chunks=limit_chunks)
+        stored = SimpleNamespace(
+            payload=SimpleNamespace(is_cuda=True), spill=SimpleNamespace(arena=arena)
+        )
+        return [(stored, SimpleNamespace(num_groups=groups))] * 2
+
+    def launches(*groups: int, limit_chunks: int = 400) -> list[list[int]]:
+        return [list(n) for n in ops.fused_launches([payload(g, limit_chunks) for g in groups])]
+
+    assert launches(*[1] * 20) == [list(range(16)), list(range(16, 20))]
+    assert launches(60, 30, 20, 500, 10) == [[0, 1], [2], [3], [4]]
+    assert launches(500) == [[0]] and launches() == [[]]
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["after an error", "within a backward"])

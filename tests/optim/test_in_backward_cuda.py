@@ -76,8 +76,8 @@ class Branches(nn.Module):
         own.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(own):
             z = _Late.apply(second(x))
-            z.record_stream(torch.cuda.current_stream())
         torch.cuda.current_stream().wait_stream(own)
+        z.record_stream(torch.cuda.current_stream())
         return y + z
 
 

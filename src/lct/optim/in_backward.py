@@ -113,7 +113,6 @@ class StepInBackward:
         # Not nbytes, which sparse gradients lack.
         batch.num_bytes += grad.numel() * grad.element_size()
         if batch.num_bytes >= self._batch_bytes:
-            # Taken out first: after an error nobody steps it again.
             del waiting[place]
             _step(optimizer, batch.params)
 
@@ -153,9 +152,11 @@ def _on_stream(device: torch.device, stream: int) -> Iterator[None]:
             yield
             return
         own = torch.cuda.ExternalStream(stream, device)
-        with torch.cuda.stream(own):
-            yield
-        current.wait_stream(own)
+        try:
+            with torch.cuda.stream(own):
+                yield
+        finally:
+            current.wait_stream(own)
 
 
 def _step(optimizer: CompressedState, params: dict[torch.Tensor, int]) -> None:
@@ -196,9 +197,10 @@ def step_in_backward(
     ``batch_bytes``: the optimizers of ``lct.optim`` step parameters together, in less host time,
     when their gradients amount to so many bytes on one device (and stream), and the rest at the
     end of each backward; 0 steps each parameter as soon as its gradient is complete, as do torch's
-    optimizers and those with hooks on ``step``. After a backward that raises, gradients that
-    waited are still there, and add up with the next ones unless ``zero_grad()`` drops them; so are
-    those of parameters that an error in a step left as they were.
+    optimizers and those with hooks on ``step``. A backward within another one (reentrant
+    checkpoints) has batches of its own. Where a backward raises, gradients that waited stay in
+    ``.grad``, as do those of parameters that an error in a step left as they were, and add up with
+    the next ones unless ``zero_grad()`` drops them.
 
     ValueError for ``max_norm``: clipping by the norm of all gradients needs them all before the
     first parameter is stepped; and for a negative ``batch_bytes``. TypeError for anything but an

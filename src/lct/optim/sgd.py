@@ -127,32 +127,34 @@ class SGD(CompressedState, torch.optim.SGD):
         drop_grads: bool = False,
     ) -> None:
         momentum = group["momentum"]
-        without: set[Any] = set()
-        having: set[Any] = set()
-        if momentum != 0 and len(params) > 1:
-            for param in params:
-                empty = self.state[param].get("momentum_buffer") is None
-                (without if empty else having).add((param.device, param.dtype))
-        mixed_kinds = without & having
+        states = [self.state[param] if momentum != 0 else {} for param in params]
+        buffers = [state.get("momentum_buffer") for state in states]
+        missing = [buffer is None for buffer in buffers]
+        mixed_kinds: set[Any] = set()
+        if momentum != 0 and any(missing) and not all(missing):
+            kinds: dict[bool, set[Any]] = {True: set(), False: set()}
+            for param, empty in zip(params, missing, strict=True):
+                kinds[empty].add((param.device, param.dtype))
+            mixed_kinds = kinds[True] & kinds[False]
 
         update = self._update(group, rounding)
+        allows_kernel = _allows_kernel(update)
         updates = {False: update}
         if mixed_kinds:
             updates[True] = update._replace(mixed=True)
         dense: dict[bool, list[torch.Tensor]] = {}
         payloads: dict[torch.device, list[_Payload]] = {}
-        for param in params:
+        for param, state, buffer in zip(params, states, buffers, strict=True):
             mixed = bool(mixed_kinds) and (param.device, param.dtype) in mixed_kinds
-            state = self.state[param] if momentum != 0 else {}
-            payload = _payload_for_kernel(param, state.get("momentum_buffer"), updates[mixed])
+            payload = _payload_for_kernel(param, buffer) if allows_kernel and not mixed else None
             if payload is not None:
                 payloads.setdefault(param.device, []).append(payload)
                 continue
             has_state = momentum != 0 and has_compressible_state(param) and not _is_sparse(param)
             if isinstance(param, CompressedWeight) or has_state:
-                buffer = _decode_step_encode(param, state.get("momentum_buffer"), updates[mixed])
+                new = _decode_step_encode(param, buffer, updates[mixed])
                 if momentum != 0:
-                    state["momentum_buffer"] = buffer
+                    state["momentum_buffer"] = new
                 if drop_grads:
                     param.grad = None
             else:
@@ -160,11 +162,11 @@ class SGD(CompressedState, torch.optim.SGD):
         for many in payloads.values():
             _step_payloads(many, update, drop_grads)
         for mixed, plain in dense.items():
-            states = [self.state[p] if momentum != 0 else {} for p in plain]
-            buffers = [state.get("momentum_buffer") for state in states]
-            _torch_sgd(plain, [p.grad for p in plain], buffers, updates[mixed])
+            held = [self.state[p] if momentum != 0 else {} for p in plain]
+            own = [state.get("momentum_buffer") for state in held]
+            _torch_sgd(plain, [p.grad for p in plain], own, updates[mixed])
             if momentum != 0:
-                for state, buffer in zip(states, buffers, strict=True):
+                for state, buffer in zip(held, own, strict=True):
                     state["momentum_buffer"] = buffer
             if drop_grads:
                 drop_grads_of(plain)
@@ -208,16 +210,19 @@ def _step_payloads(payloads: list[_Payload], update: SgdUpdate, drop_grads: bool
     )
 
 
+def _allows_kernel(update: SgdUpdate) -> bool:
+    """Whether the kernel knows the options of a step that is not mixed."""
+    scaled = update.grad_scale is not None
+    return not isinstance(update.lr, torch.Tensor) and (not scaled or update.rounding == "fused")
+
+
 def _payload_for_kernel(
-    param: torch.Tensor, buffer: torch.Tensor | CompressedTensor | None, update: SgdUpdate
+    param: torch.Tensor, buffer: torch.Tensor | CompressedTensor | None
 ) -> _Payload | None:
     """What the kernel takes: BF16 on CUDA, from the second step on. None where it does not."""
     if (
         not isinstance(param, CompressedWeight)
         or not isinstance(buffer, CompressedTensor)
-        or update.mixed
-        or isinstance(update.lr, torch.Tensor)
-        or (update.grad_scale is not None and update.rounding != "fused")
         or not param.compressed.can_step_fused(buffer)
     ):
         return None
