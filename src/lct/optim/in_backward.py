@@ -14,14 +14,17 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..nn.compressed_weight import CompressedWeight
 from ..nn.untraced import untraced
 from .base import CompressedState
 
 # _raw_stream(device): torch's current stream there, as the driver's handle.
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-# A device, and a stream there by the driver's handle; 0 where a device has no streams.
-_Place = tuple[torch.device, int]
+# A device, a stream there by the driver's handle (0 where a device has no streams), and whether the
+# parameters are compressed: dense ones are mostly small, and a step of many costs what one of few
+# does.
+_Place = tuple[torch.device, int, bool]
 
 
 class _Batch:
@@ -105,16 +108,23 @@ class StepInBackward:
         if grad is None:  # another hook has taken it
             return
         device = grad.device
-        place = device, _raw_stream(device.index) if device.type == "cuda" else 0
+        stream = _raw_stream(device.index) if device.type == "cuda" else 0
+        compressed = type(param) is CompressedWeight
+        place = device, stream, compressed
         batch = waiting.get(place)
         if batch is None:
             batch = waiting[place] = _Batch()
         batch.params[param] = group
         # Not nbytes, which sparse gradients lack.
         batch.num_bytes += grad.numel() * grad.element_size()
-        if batch.num_bytes >= self._batch_bytes:
-            del waiting[place]
-            _step(optimizer, batch.params)
+        others = waiting.get((device, stream, not compressed))
+        if batch.num_bytes + (others.num_bytes if others else 0) < self._batch_bytes:
+            return
+        for kind in (True, False):
+            full = waiting.get((device, stream, kind))
+            if full is not None and 2 * full.num_bytes >= self._batch_bytes:
+                del waiting[device, stream, kind]
+                _step(optimizer, full.params)
 
     def _waiting_now(self) -> _Waiting | None:
         """What the backward that runs now has collected; None where nobody would step it."""
@@ -135,7 +145,7 @@ class StepInBackward:
         assert isinstance(optimizer, CompressedState)
         with self._lock, torch._C.DisableTorchFunctionSubclass():
             while waiting:
-                (device, stream), batch = waiting.popitem()
+                (device, stream, _), batch = waiting.popitem()
                 if device.type == "cuda":
                     with _on_stream(device, stream):
                         _step(optimizer, batch.params)
@@ -195,12 +205,12 @@ def step_in_backward(
     is to be freed before the process ends.
 
     ``batch_bytes``: the optimizers of ``lct.optim`` step parameters together, in less host time,
-    when their gradients amount to so many bytes on one device (and stream), and the rest at the
-    end of each backward; 0 steps each parameter as soon as its gradient is complete, as do torch's
-    optimizers and those with hooks on ``step``. A backward within another one (reentrant
-    checkpoints) has batches of its own. Where a backward raises, gradients that waited stay in
-    ``.grad``, as do those of parameters that an error in a step left as they were, and add up with
-    the next ones unless ``zero_grad()`` drops them.
+    when their gradients amount to so many bytes on one device (and stream; few of dense parameters
+    wait for more), and the rest at the end of each backward; 0 steps each parameter as soon as its
+    gradient is complete, as do torch's optimizers and those with hooks on ``step``. A backward
+    within another one (reentrant checkpoints) has batches of its own. Where a backward raises,
+    gradients that waited stay in ``.grad``, as do those of parameters that an error in a step left
+    as they were, and add up with the next ones unless ``zero_grad()`` drops them.
 
     ValueError for ``max_norm``: clipping by the norm of all gradients needs them all before the
     first parameter is stepped; and for a negative ``batch_bytes``. TypeError for anything but an

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd
 
 from ..nn.compressed_weight import CompressedWeight
 from ..nn.handles import count_write
-from ..tensor import CompressedTensor, sgd_all_
+from ..tensor import CompressedTensor, relieve_arena, sgd_all_
 from .base import (
     CompressedState,
     Rounding,
@@ -105,6 +105,38 @@ class SGD(CompressedState, torch.optim.SGD):
         # Lists in which some have momentum and some have none are mixed (SgdUpdate).
         has_momentum = self.state.get(param, {}).get("momentum_buffer") is not None
         return super()._kind(group, param), has_momentum
+
+    def step_params(self, group: dict[str, Any], params: Iterable[torch.Tensor]) -> None:
+        """As every optimizer's; in less host time for those that the kernel takes."""
+        rest = params
+        if group["momentum"] != 0:
+            with torch._C.DisableTorchFunctionSubclass():
+                rest = self._step_those_of_the_kernel(group, params)
+        if rest:
+            super().step_params(group, rest)
+
+    def _step_those_of_the_kernel(
+        self, group: dict[str, Any], params: Iterable[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Step the ``params`` that have momentum in payloads; gives the others."""
+        others: list[torch.Tensor] = []
+        payloads: dict[int, list[_Payload]] = {}
+        for param in params:
+            held = self.state.get(param)
+            payload = _payload_for_kernel(param, held.get("momentum_buffer")) if held else None
+            if payload is None:
+                others.append(param)
+            else:
+                payloads.setdefault(payload.grad.get_device(), []).append(payload)
+        for many in payloads.values():
+            weights: list[torch.Tensor] = [payload.weight for payload in many]
+            update = self._update(group, self._check(group, weights))
+            if _allows_kernel(update):
+                _step_payloads(many, update, drop_grads=True)
+                relieve_arena(weights[0].device, self._payloads)
+            else:
+                others += weights
+        return others
 
     def _update(self, group: dict[str, Any], rounding: Rounding) -> SgdUpdate:
         return SgdUpdate(
