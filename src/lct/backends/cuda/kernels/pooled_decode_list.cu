@@ -7,8 +7,8 @@ struct DecodeList {
     Args tensors[MOST_DECODES];
 };
 
-extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void pooled_decode_list(
-    const __grid_constant__ DecodeList list) {
+extern "C" __global__ __launch_bounds__(WARPS * 32,
+                                        MIN_BLOCKS) void pooled_decode_list(const __grid_constant__ DecodeList list) {
     // Without a loop: its look-ups would wait for one another, in every block.
     u32 number = 0;
 #pragma unroll
