@@ -210,9 +210,12 @@ def test_dropped_payloads_are_no_reason_to_look_at_every_step(
     looks: list[int] = []
     settle = ops.settle_arena
     monkeypatch.setattr(ops, "settle_arena", lambda d: looks.append(1) or settle(d))
+    steps_that_looked = 0
     for _ in range(40):
+        looks.clear()  # one look settles twice where others hold many chunks
         optimizer.step()
-    assert len(looks) <= 1
+        steps_that_looked += bool(looks)
+    assert steps_that_looked <= 1
 
 
 def test_many_tensors_take_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,13 +134,11 @@ class StepInBackward:
         if waiting is None and number != -1 and not _in_compiled_autograd():
             waiting = _Waiting()
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(partial(self._on_end, waiting))
+            engine.queue_callback(partial(_on_end, [self, waiting]))
             self._waiting[number] = waiting
         return waiting
 
-    @untraced
-    def _on_end(self, waiting: _Waiting) -> None:
-        """Step what is left of a backward."""
+    def _step_the_rest(self, waiting: _Waiting) -> None:
         optimizer = self._optimizer
         assert isinstance(optimizer, CompressedState)
         with self._lock, torch._C.DisableTorchFunctionSubclass():
@@ -151,6 +149,15 @@ class StepInBackward:
                         _step(optimizer, batch.params)
                 else:
                     _step(optimizer, batch.params)
+
+
+@untraced
+def _on_end(held: list[Any]) -> None:
+    """Step what is left of a backward. ``held``: whose it is, and what waits."""
+    owner, waiting = held
+    # The engine may keep its callbacks for a while, but shall not keep the model.
+    held.clear()
+    owner._step_the_rest(waiting)
 
 
 @contextmanager
