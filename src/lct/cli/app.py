@@ -12,6 +12,7 @@ from .. import __version__
 from ..errors import LctError
 from .analyze import analyze
 from .bench import bench_app
+from .bench_show import show
 from .bench_train import train
 from .compress import compress
 from .decompress import decompress
@@ -95,5 +96,6 @@ app.command()(decompress)
 app.command("inspect")(inspect)
 app.command()(analyze)
 bench_app.command()(train)
+bench_app.command()(show)
 app.command()(plan)
 app.add_typer(bench_app, name="bench")
