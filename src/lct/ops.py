@@ -116,6 +116,15 @@ def launches_kernels(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "meta" and meta.steps_fused())
 
 
+def ensure_room(parts: Sequence[tuple[Stored, PayloadLayout]]) -> None:
+    """ArenaExhaustedError where encodes into all of ``parts``, on one device, might find no room.
+
+    On the CPU there is always some.
+    """
+    if parts and parts[0][0].payload.is_cuda:
+        _cuda().ensure_room(parts)
+
+
 def decode_all(
     stored: Sequence[Stored], layouts: Sequence[PayloadLayout], outs: Sequence[torch.Tensor]
 ) -> None:

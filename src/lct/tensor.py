@@ -448,6 +448,15 @@ def decode(compressed: CompressedTensor) -> torch.Tensor:
     return compressed.decode()
 
 
+def ensure_room(tensors: Iterable[Any]) -> None:
+    """Call before several of ``tensors`` are written to, of which none may be where one fails.
+
+    ArenaExhaustedError where one of the encodes might find no room. Others than compressed tensors
+    are passed over. All are on one device.
+    """
+    ops.ensure_room([(t._stored, t.layout) for t in tensors if isinstance(t, CompressedTensor)])
+
+
 def decode_all(tensors: Sequence[CompressedTensor]) -> list[torch.Tensor]:
     """``decode`` of many, on any devices: in few launches where they are on CUDA.
 

@@ -4,6 +4,7 @@ GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -268,3 +269,32 @@ def test_a_list_falls_apart_by_what_its_kernels_take(monkeypatch: pytest.MonkeyP
         Launch("pooled_decode_list", [pairs[1], pairs[7]]),
         Launch("pooled_decode", [pairs[4]]),
     ]
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_room_for_several_encodes(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst of all of them, of which raw payloads need nothing; no more than the limit."""
+    asked: list[Any] = []
+
+    class Ensuring(Arena):
+        def ensure(self, chunks: int, stream: int) -> None:
+            asked.append((chunks, stream))
+
+    class Payload:
+        def get_device(self) -> int:
+            return 0
+
+    def stored(limit_chunks: int) -> Any:
+        return type(
+            "Stored", (), {"payload": Payload(), "spill": Held(Ensuring([], limit_chunks, 0))}
+        )
+
+    raw = PayloadLayout(RAW, DTYPES["bfloat16"], 100, 0)
+    monkeypatch.setattr(codec, "is_capturing", lambda: capturing)
+    monkeypatch.setattr(codec, "current_stream", lambda device: 7)
+    monkeypatch.setattr(codec.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for limit_chunks in (100, 10):
+        one = stored(limit_chunks)
+        codec.ensure_room([(one, LAYOUT), (one, raw), (one, LAYOUT)])
+    codec.ensure_room([(stored(100), raw)])
+    assert asked == ([] if capturing else [(16, 7), (10, 7)])

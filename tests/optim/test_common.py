@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler
 
 import lct
+from lct import ops
 from training import (
     Mlp,
+    assert_same_bits,
     assert_same_losses,
     assert_same_model,
     assert_same_state,
@@ -20,6 +24,7 @@ from training import (
     make,
     mlp_batches,
     mlp_loss,
+    plain,
     train,
 )
 
@@ -103,3 +108,58 @@ def test_a_group_that_joins_later(kind: str) -> None:
     assert_same_losses(runs[0][0], runs[1][0])
     assert_same_model(runs[0][1], runs[1][1])
     assert_same_state(runs[0][2], runs[1][2])
+
+
+ROOM_KINDS = {
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adam": {"lr": 0.1},
+    "AdamW": {"lr": 0.1, "amsgrad": True},
+    "Muon": {"lr": 0.1},
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("compressed", [False, True], ids=["dense weight", "compressed weight"])
+@pytest.mark.parametrize("kind", ROOM_KINDS)
+def test_no_room_changes_nothing(
+    kind: str, compressed: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that is not fused encodes several tensors: all have room, or none is changed."""
+    torch.manual_seed(0)
+    # FP32 has no fused step on any device.
+    model = nn.Linear(128, 256, bias=False, dtype=torch.float32, device=device)
+    if compressed:
+        lct.compress_(model)
+    optimizer = getattr(lct.optim, kind)(model.parameters(), **ROOM_KINDS[kind])
+    grads = [torch.randn(256, 128, device=device) for _ in range(3)]
+    asked: list[int] = []
+    ensure = ops.ensure_room
+
+    def counted(parts: Any) -> None:
+        asked.append(len(parts))
+        ensure(parts)
+
+    def no_room(parts: Any) -> None:
+        raise lct.ArenaExhaustedError("no memory; nothing was overwritten")
+
+    def step(number: int) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            model.weight.grad = grads[number].clone()
+        optimizer.step()
+
+    monkeypatch.setattr(ops, "ensure_room", counted)
+    step(0)
+    step(1)
+    states = {"SGD": 1, "Adam": 2, "AdamW": 3, "Muon": 1}[kind]
+    assert asked == [int(compressed), states + compressed]
+    weight, state = plain(model.weight).clone(), copy.deepcopy(optimizer.state_dict())
+    monkeypatch.setattr(ops, "ensure_room", no_room)
+    with pytest.raises(lct.ArenaExhaustedError):
+        step(2)
+    assert_same_bits(weight, model.weight)
+    for name, value in state["state"][0].items():
+        assert_same_bits(value, optimizer.state_dict()["state"][0][name], name)
+    monkeypatch.setattr(ops, "ensure_room", counted)
+    optimizer.step()  # the gradient is still there
+    with pytest.raises(AssertionError):
+        assert_same_bits(weight, model.weight)

@@ -19,6 +19,7 @@ from .base import (
     compress_state,
     decode_state,
     drop_grads_of,
+    ensure_room_for_step,
     grad_of_payload,
     has_compressible_state,
 )
@@ -204,6 +205,7 @@ class Adam(CompressedState, torch.optim.Adam):
         assert param.grad is not None
         held = self.state.get(param, {})
         names = _state_names(group)
+        ensure_room_for_step(param, held.values())
         weight = param.dense() if isinstance(param, CompressedWeight) else param
         if held:
             step = held["step"].clone()

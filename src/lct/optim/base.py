@@ -13,7 +13,7 @@ from ..nn.compressed_weight import CompressedWeight
 from ..nn.strides import memory_order
 from ..nn.untraced import untraced
 from ..ops import SUPPORTED_DEVICES
-from ..tensor import CompressedTensor, encode, relieve_arena
+from ..tensor import CompressedTensor, encode, ensure_room, relieve_arena
 
 Rounding = Literal["single", "foreach", "fused"]
 _DTYPES = {getattr(torch, name) for name in DTYPES}
@@ -49,6 +49,14 @@ def compress_state(
     # Measured once, with the one synchronisation of a parameter's first step.
     stored = encode(flat, capacity="exact")
     return value if stored.layout.is_raw else stored
+
+
+def ensure_room_for_step(param: torch.Tensor, states: Iterable[Any]) -> None:
+    """ArenaExhaustedError where ``param`` or one of ``states``, which a step that is not fused
+    encodes one after another, might find no room: before any of them is changed.
+    """
+    own = (param.compressed,) if isinstance(param, CompressedWeight) else ()
+    ensure_room([*own, *states])
 
 
 def decode_state(param: torch.Tensor, value: Any) -> Any:

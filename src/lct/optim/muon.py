@@ -15,6 +15,7 @@ from .base import (
     Rounding,
     compress_state,
     decode_state,
+    ensure_room_for_step,
     has_compressible_state,
 )
 
@@ -115,6 +116,7 @@ def _decode_step_encode(
 ) -> torch.Tensor | CompressedTensor:
     """Torch's step; returns the new momentum."""
     assert param.grad is not None
+    ensure_room_for_step(param, [held])
     buffer = torch.zeros_like(param.grad) if held is None else decode_state(param, held)
     weight = param.dense() if isinstance(param, CompressedWeight) else param
     torch_muon.muon([weight], [param.grad], [buffer], has_complex=False, **options)
@@ -130,6 +132,7 @@ def _decode_step_encode(
 def _step_fused(param: torch.Tensor, held: CompressedTensor, options: dict[str, Any]) -> None:
     """Torch's step, in torch's order, with the kernel for the momentum."""
     assert param.grad is not None
+    ensure_room_for_step(param, [held])
     lr = options["lr"]
     update = held.muon_(param.grad, momentum=options["momentum"])
     update = _orthogonalise(update, options["ns_coefficients"], options["ns_steps"], options["eps"])

@@ -19,6 +19,7 @@ from .base import (
     compress_state,
     decode_state,
     drop_grads_of,
+    ensure_room_for_step,
     grad_of_payload,
     has_compressible_state,
 )
@@ -266,6 +267,7 @@ def _decode_step_encode(
     param: torch.Tensor, buffer: torch.Tensor | CompressedTensor | None, update: SgdUpdate
 ) -> torch.Tensor | CompressedTensor | None:
     assert param.grad is not None
+    ensure_room_for_step(param, [buffer])
     weight = param.dense() if isinstance(param, CompressedWeight) else param
     buffers = [decode_state(param, buffer)]
     _torch_sgd([weight], [param.grad], buffers, update)

@@ -161,16 +161,23 @@ class Arena:
         grow it.
         """
         with self._lock:
+            self.ensure(chunks, stream)
+            self._uncovered += chunks
+            self._launches_since += 1
+            self._sequence += 1
+            return self._sequence
+
+    def ensure(self, chunks: int, stream: int) -> None:
+        """Make sure that the next launches on ``stream`` may take ``chunks`` in all, as ``admit``
+        does for one.
+        """
+        with self._lock:
             if self._stream is not None and stream != self._stream:
                 self._change_stream(stream)
             self._stream = stream
             self._raise_failures(self._known.failed_groups)
             if self._in_flight() + chunks > self._known.free_chunks:
                 self._find_credit(chunks)
-            self._uncovered += chunks
-            self._launches_since += 1
-            self._sequence += 1
-            return self._sequence
 
     def launched(self) -> None:
         """Call after the launch: now and then notes a point at which to read the counters."""

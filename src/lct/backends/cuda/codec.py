@@ -239,6 +239,22 @@ def encode(
     return payload, held
 
 
+def ensure_room(parts: Sequence[tuple[Any, PayloadLayout]]) -> None:
+    """ArenaExhaustedError where encodes into all of ``parts`` (stored, layout) might find no room.
+
+    All are on one device. What is larger than the arena's limit goes in pieces, and is not ensured
+    beyond one. Nothing is ensured in a captured graph, whose launches ask for room on the device.
+    """
+    coded = [(stored, layout) for stored, layout in parts if not layout.is_raw]
+    if not coded or is_capturing():
+        return
+    arena = coded[0][0].spill.arena
+    worst = sum(layout.num_groups * layout.chunks_per_group for _, layout in coded)
+    device = coded[0][0].payload.get_device()
+    with torch.cuda.device(device):
+        arena.ensure(min(worst, arena.limit_chunks), current_stream(device))
+
+
 def is_capturing() -> bool:
     """Whether torch's current stream is being captured into a graph."""
     return torch.cuda.is_current_stream_capturing()
