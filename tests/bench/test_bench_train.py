@@ -45,6 +45,7 @@ from lct.bench.variants import (
     from_host,
     to_host,
 )
+from lct.cli import bench_train
 from lct.cli.app import app
 from lct.cli.plots import _pareto_front
 from lct.optim import step_in_backward
@@ -307,6 +308,23 @@ def test_context_search_on_a_card_that_is_full_at_1600_tokens() -> None:
     assert len(broken["attempts"]) == 1
 
 
+def test_a_search_begins_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def run(case: Case, tokens: Any) -> dict[str, Any]:
+        tried.append(case.sequence)
+        good = case.sequence <= 4250
+        error = None if good else OUT_OF_MEMORY
+        return {"completed": good, "peak_reserved_mib": None, "error": error}
+
+    monkeypatch.setattr(train, "measure_apart", run)
+    for sequences, first in (([4000], 4000), (None, 1000)):
+        tried.clear()
+        kind, search = bench_train._measurement(None, True, sequences)
+        assert (kind, search(CASE, RANDOM)["longest_sequence"]) == ("searches", 4250)
+        assert tried[0] == first
+
+
 @pytest.mark.parametrize(
     ("raised", "is_memory"),
     [
@@ -523,6 +541,11 @@ def test_command_reports_what_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ),
         (("nanogpt-tiny", "--device", "cpu", "--sequence", "4096"), 1, "context of 128"),
         (("nanogpt-tiny", "--device", "cpu", "--context-search"), 1, "fixed context"),
+        (
+            ("qwen3-tiny", "--device", "cpu", "--context-search", "--sequence", "600"),
+            1,
+            "multiple of 250",
+        ),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], exit_code: int, words: str) -> None:

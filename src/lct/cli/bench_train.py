@@ -105,7 +105,9 @@ def train(
     context_search: Annotated[
         bool,
         typer.Option(
-            "--context-search", help="The longest sequence that completes, in steps of 250."
+            "--context-search",
+            help="The longest sequence that completes, in steps of 250; begins with --sequence, "
+            "or 1000.",
         ),
     ] = False,
     model_search: Annotated[
@@ -228,7 +230,7 @@ def train(
     )
     text = _TextByModel(tokens)
     result: dict[str, Any] = {"rows": [], "pairs": [], "searches": [], "differences": []}
-    kind, measure_case = _measurement(pairs, context_search)
+    kind, measure_case = _measurement(pairs, context_search, parse_numbers(sequences, "--sequence"))
     with _Report(json_path, place, commit, result) as report:
         for case in cases:
             report.start(case, len(cases))
@@ -374,17 +376,25 @@ class _TextByModel:
 
 
 def _measurement(
-    pairs: int | None, context_search: bool
+    pairs: int | None, context_search: bool, sequences: Sequence[int] | None
 ) -> tuple[str, Callable[[Case, Tokens], dict[str, Any]]]:
     """The list of the result that rows go to, and what makes one."""
-    from ..bench.search import search_context
+    from ..bench.search import GRANULARITY, START, search_context
     from ..bench.train import measure_apart, measure_pairs_apart
 
     if pairs is not None:
         return "pairs", lambda case, tokens: measure_pairs_apart(case, tokens, pairs)
     if context_search:
+        start = sequences[0] if sequences else START
+        if start % GRANULARITY:
+            raise ValueError(
+                f"--sequence must be a multiple of {GRANULARITY} where a search begins with it, "
+                f"got {start}"
+            )
         return "searches", lambda case, tokens: search_context(
-            replace(case, warm_up=1, steps=2), lambda attempt: measure_apart(attempt, tokens)
+            replace(case, warm_up=1, steps=2),
+            lambda attempt: measure_apart(attempt, tokens),
+            start=start,
         )
     return "rows", measure_apart
 
