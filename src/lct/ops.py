@@ -160,7 +160,7 @@ def fused_launches(updates: Sequence[Sequence[Part]]) -> Iterator[Sequence[int]]
     """
     if len(updates) > 1 and updates[0][0][0].payload.is_cuda:
         limit_chunks = updates[0][0][0].spill.arena.limit_chunks
-        yield from _cuda().steps._batches(updates, limit_chunks)
+        yield from _cuda().batches(updates, limit_chunks)
     else:
         yield range(len(updates))
 

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lct
-from lct import CompressedTensor, CompressedWeight
-from lct.nn import ahead, compressed_weight
+from lct import CompressedTensor, CompressedWeight, ops
+from lct.backends import meta
+from lct.nn import ahead
 from training import BF16, assert_same_bits, assert_same_model, assert_same_state
 
 SIZE = 64  # a square weight of a layer: 8 KiB
@@ -35,7 +36,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors each launch decoded."""
     found: list[int] = []
-    alone, together = CompressedTensor.decode, ahead.decode_all
+    alone = CompressedTensor.decode
 
     def decode(self: CompressedTensor, out: torch.Tensor | None = None) -> torch.Tensor:
         found.append(1)
@@ -47,7 +48,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(CompressedTensor, "decode", decode)
     monkeypatch.setattr(ahead, "decode_all", decode_all)
-    assert together is not decode_all
     return found
 
 
@@ -284,10 +284,18 @@ def test_a_run_keeps_its_bits(compiled: bool, reentrant: bool | None, in_backwar
 
 
 def test_planning_decodes_ahead_too() -> None:
-    """On ``meta``, where it stands for CUDA, what waits is counted."""
-    assert compressed_weight.decode_for_op is ahead.decode_for_op
-    root = lct.encode(torch.empty(SIZE, SIZE, dtype=BF16, device="meta"))
-    assert ahead.decode_for_op(root).device.type == "meta"
+    """Where ``meta`` stands for CUDA, what waits takes the bytes that it would take there."""
+    device = torch.device("meta")
+    assert ops.launches_kernels(device) and ops.launches_kernels(torch.device("cuda"))
+    assert not ops.launches_kernels(CPU)
+    with meta.stands_for("cpu"):
+        assert not ops.launches_kernels(device)
+    roots = [lct.encode(torch.empty(SIZE, SIZE, dtype=BF16, device=device)) for _ in range(3)]
+    for root in roots:
+        ahead.decode_for_op(root)
+    ahead.decode_for_op(roots[0])
+    assert [len(root.place.waiting) for root in roots] == [0, 1, 1]
+    assert all(root.place.waiting[0][0].nbytes == SIZE * SIZE * 2 for root in roots[1:])
 
 
 def on_cuda(count: int = 4) -> tuple[nn.Sequential, nn.Sequential, torch.Tensor]:

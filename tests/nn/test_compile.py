@@ -219,8 +219,7 @@ def test_frozen_weights_and_adapters() -> None:
     assert counter.graphs == 4
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_around_compiled_layers(reentrant: bool) -> None:
+def checkpointed(reentrant: bool) -> type[Deep]:
     class Checkpointed(Deep):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x = self.embed(tokens)
@@ -228,19 +227,17 @@ def test_checkpoints_around_compiled_layers(reentrant: bool) -> None:
                 x = checkpoint(layer, x, use_reentrant=reentrant)
             return F.linear(x, self.embed.weight)
 
-    dense, model = pair(Checkpointed, compile_layers, "aot_eager")
+    return Checkpointed
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_around_compiled_layers(reentrant: bool) -> None:
+    dense, model = pair(checkpointed(reentrant), compile_layers, "aot_eager")
     check_training(dense, model, "SGD", batches(3), token_loss)
 
 
 def test_checkpoints_within_a_compiled_model() -> None:
-    class Checkpointed(Deep):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            x = self.embed(tokens)
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False)
-            return F.linear(x, self.embed.weight)
-
-    dense, model = pair(Checkpointed, compile_whole, "aot_eager")
+    dense, model = pair(checkpointed(False), compile_whole, "aot_eager")
     check_training(dense, model, "SGD", batches(3), token_loss)
 
 

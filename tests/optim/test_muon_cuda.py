@@ -174,6 +174,17 @@ def count_kernels(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return taken
 
 
+def step_both(
+    one: tuple[Matrices, torch.optim.Optimizer],
+    other: tuple[Matrices, torch.optim.Optimizer],
+    step: int,
+) -> None:
+    """The gradients of ``step``, and a step, for both."""
+    for model, optimizer in (one, other):
+        model.set_grads(step)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -198,9 +209,7 @@ def test_optimizer(
     expected = torch.optim.Muon(a.parameters(), **options)
     optimizer = lct.optim.Muon(b.parameters(), **options)
     for step in range(8):
-        for model, opt in ((a, expected), (b, optimizer)):
-            model.set_grads(step)
-            opt.step()
+        step_both((a, expected), (b, optimizer), step)
         assert_same_model(a, b)
     assert_same_state(expected, optimizer)
     # The first step makes the momentum.
@@ -214,9 +223,7 @@ def test_momentum_of_other_dtypes_is_no_kernels(monkeypatch: pytest.MonkeyPatch)
     expected = torch.optim.Muon(a.parameters(), lr=0.01)
     optimizer = lct.optim.Muon(b.parameters(), lr=0.01)
     for step in range(3):
-        for model, opt in ((a, expected), (b, optimizer)):
-            model.set_grads(step)
-            opt.step()
+        step_both((a, expected), (b, optimizer), step)
     assert_same_model(a, b)
     assert_same_state(expected, optimizer)
     assert not taken
@@ -229,9 +236,7 @@ def test_captured_step_takes_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch.optim.Muon(a.parameters(), lr=0.01)
     optimizer = lct.optim.Muon(b.parameters(), lr=0.01)
     for step in range(2):
-        for model, opt in ((a, expected), (b, optimizer)):
-            model.set_grads(step)
-            opt.step()
+        step_both((a, expected), (b, optimizer), step)
     lct.reserve_arena(8 << 20)
     taken = count_kernels(monkeypatch)
     graph = torch.cuda.CUDAGraph()

@@ -11,11 +11,12 @@ from .codec import (
     lease,
     to_canonical,
 )
-from .steps import adam, muon, sgd
+from .steps import adam, batches, muon, sgd
 
 __all__ = [
     "adam",
     "arena",
+    "batches",
     "decode",
     "decode_list",
     "encode",

@@ -218,7 +218,7 @@ def _launch(
     dense = [aligned(grad.contiguous()) for grad in grads]
     arena = updates[0][0][0].spill.arena
     capturing = is_capturing()
-    for batch in _batches(updates, arena.limit_chunks):
+    for batch in batches(updates, arena.limit_chunks):
         some, some_grads = [updates[k] for k in batch], [dense[k] for k in batch]
         worst = sum([_worst_chunks(update) for update in some])
         if capturing or worst > arena.limit_chunks:
@@ -316,7 +316,7 @@ def _launch_ready(
     pool.append(call)
 
 
-def _batches(updates: Sequence[Update], limit_chunks: int) -> Iterator[list[int]]:
+def batches(updates: Sequence[Update], limit_chunks: int) -> Iterator[list[int]]:
     """Numbers of the updates that one launch takes: a launch's worst case stays within half of the
     arena's limit, so that the next one need not wait for it; what is larger goes alone, in pieces.
     """
