@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,13 +44,22 @@ def test_limit_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
             config.arena_limit_bytes(24 << 30)
 
 
-def test_bytes_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LCT_DECODE_AHEAD_MIB", raising=False)
-    assert config.decode_ahead_bytes() == 128 << 20
+@pytest.mark.parametrize(
+    ("name", "size_bytes", "default"),
+    [
+        ("LCT_DECODE_AHEAD_MIB", config.decode_ahead_bytes, 128),
+        ("LCT_SAVE_BATCH_MIB", config.save_batch_bytes, 64),
+    ],
+)
+def test_bytes_that_go_together(
+    name: str, size_bytes: Callable[[], int], default: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(name, raising=False)
+    assert size_bytes() == default << 20
     for value in (0, 7):
-        monkeypatch.setenv("LCT_DECODE_AHEAD_MIB", str(value))
-        assert config.decode_ahead_bytes() == value << 20
+        monkeypatch.setenv(name, str(value))
+        assert size_bytes() == value << 20
     for wrong in ("-1", "1.5", "much", ""):
-        monkeypatch.setenv("LCT_DECODE_AHEAD_MIB", wrong)
-        with pytest.raises(ValueError, match="LCT_DECODE_AHEAD_MIB must be a whole number of MiB"):
-            config.decode_ahead_bytes()
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(ValueError, match=f"{name} must be a whole number of MiB"):
+            size_bytes()

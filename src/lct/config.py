@@ -40,3 +40,14 @@ def decode_ahead_bytes() -> int:
     if not value.isdigit():
         raise ValueError(f"LCT_DECODE_AHEAD_MIB must be a whole number of MiB, got {value!r}")
     return int(value) * MIB
+
+
+def save_batch_bytes() -> int:
+    """``LCT_SAVE_BATCH_MIB``: dense bytes of saved activations that are encoded together at most.
+
+    Default: 64 MiB. 0: every one by itself.
+    """
+    value = os.environ.get("LCT_SAVE_BATCH_MIB", "64")
+    if not value.isdigit():
+        raise ValueError(f"LCT_SAVE_BATCH_MIB must be a whole number of MiB, got {value!r}")
+    return int(value) * MIB

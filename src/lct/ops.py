@@ -96,6 +96,16 @@ def encode(
     return Stored(payload, spilled.clone() if spill.size else spilled)
 
 
+def encode_all(
+    denses: Sequence[torch.Tensor], layouts: Sequence[PayloadLayout], candidates: tuple[int, ...]
+) -> list[Stored]:
+    """``encode`` of many, on one device, into new payloads: in few launches on CUDA."""
+    if denses and denses[0].is_cuda:
+        return [Stored(*made) for made in _cuda().encode_list(denses, layouts, candidates)]
+    pairs = zip(denses, layouts, strict=True)
+    return [encode(dense, layout, candidates) for dense, layout in pairs]
+
+
 def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Tensor:
     """Decode into ``out`` (contiguous, ``layout.num_values`` values); returns it."""
     if out.is_cuda:
@@ -160,7 +170,7 @@ def fused_launches(updates: Sequence[Sequence[Part]]) -> Iterator[Sequence[int]]
     """
     if len(updates) > 1 and updates[0][0][0].payload.is_cuda:
         limit_chunks = updates[0][0][0].spill.arena.limit_chunks
-        yield from _cuda().batches(updates, limit_chunks)
+        yield from _cuda().step_batches(updates, limit_chunks)
     else:
         yield range(len(updates))
 

@@ -441,6 +441,29 @@ def encode(
     return CompressedTensor(stored, layout, tensor.shape, candidates, row)
 
 
+def encode_all(
+    tensors: Sequence[torch.Tensor], capacities: Sequence[int], upcasts: Sequence[bool]
+) -> list[CompressedTensor]:
+    """``encode`` of many contiguous tensors, on one device, with the default preset: in few
+    launches on CUDA.
+
+    Each has a ``capacity`` in words a group, and an ``upcast`` hint.
+    """
+    row, candidates = get_preset(None), book_candidates(None)
+    layouts = [
+        PayloadLayout.choose(
+            row, UPCAST if upcast else _CODED_DTYPES[dense.dtype], dense.numel(), capacity
+        )
+        for dense, capacity, upcast in zip(tensors, capacities, upcasts, strict=True)
+    ]
+    return [
+        CompressedTensor(stored, layout, dense.shape, candidates, row)
+        for stored, layout, dense in zip(
+            ops.encode_all(tensors, layouts, candidates), layouts, tensors, strict=True
+        )
+    ]
+
+
 def decode(compressed: CompressedTensor) -> torch.Tensor:
     """The dense tensor of ``compressed``, bit for bit. TypeError for anything else."""
     if not isinstance(compressed, CompressedTensor):

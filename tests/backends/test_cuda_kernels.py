@@ -50,8 +50,8 @@ def test_argument_structures_match_the_kernels() -> None:
         assert fields_of("StepArgs", file) == [name for name, *_ in args._fields_]
     names = [name for name, *_ in steps._list_type(steps.SgdArgs)._fields_]
     assert fields_of("StepList", "step.cuh") == names
-    names = [name for name, *_ in codec.DecodeList._fields_]
-    assert fields_of("DecodeList", "pooled_decode_list.cu") == names
+    names = [name for name, *_ in codec.TensorList._fields_]
+    assert fields_of("TensorList", "tensor_list.cuh") == names
 
 
 @pytest.mark.parametrize("book", bank(), ids=lambda b: b.name)

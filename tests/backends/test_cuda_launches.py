@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +28,14 @@ class Arena:
     def __init__(self, log: list[Any], limit_chunks: int, grants: int) -> None:
         self.log, self.limit_chunks, self.grants = log, limit_chunks, grants
         self.total_chunks = 1
+        self.pointer = self.serial = 0
+
+    def new_serial(self) -> int:
+        self.serial += 1
+        return self.serial
+
+    def forget(self, serial: int, last_launch: int) -> None:
+        pass
 
     def admit(self, chunks: int, stream: int) -> int:
         if not self.grants:
@@ -114,14 +121,14 @@ def test_captured_encodes_in_place_keep_their_book(monkeypatch: pytest.MonkeyPat
 
 @dataclass
 class Launch:
-    """One of a recorded kernel's launches: (payload, dense) that it decodes, in order."""
+    """One of a recorded kernel's launches: (payload, dense) of its tensors, in order."""
 
     entry: str
     addresses: list[tuple[int, int]]
 
 
 class Driver:
-    """A driver that records launches of decodes as the kernels read them."""
+    """A driver that records launches of the codec as the kernels read them."""
 
     entries = tuple(jit.KERNELS)
     loads = 0
@@ -129,12 +136,15 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[Launch] = []
         self.before: Callable[[], object] | None = None  # called once, before a launch reads
+        self.log: list[Any] = []
+        self.arena: Any = Arena(self.log, limit_chunks=1000, grants=99)
         monkeypatch.setattr(jit, "driver", lambda: self)
         monkeypatch.setattr(jit, "load", self.load)
         monkeypatch.setattr(jit, "device_tables", lambda device: torch.zeros(1))
-        monkeypatch.setattr(codec.arenas, "of", lambda device: SimpleNamespace(pointer=0))
+        monkeypatch.setattr(codec.arenas, "of", lambda device: self.arena)
         monkeypatch.setattr(codec, "current_device", lambda: -1)  # what CPU tensors say
         monkeypatch.setattr(codec, "current_stream", lambda device: 0)
+        monkeypatch.setattr(codec, "is_capturing", lambda: False)
 
     def load(self, entry: str, preset: Any, dtype: Any, device: int) -> jit.Loaded:
         self.loads += 1
@@ -149,7 +159,10 @@ class Driver:
             before()
         entry = self.entries[function]
         address = ctypes.c_void_p.from_address(pointers).value
-        if entry == "pooled_decode_list":
+        if entry == "select_books":
+            every: Any = codec.TensorList.from_address(address)
+            addresses = [(args.payload, args.dense) for args in every.tensors[:blocks]]
+        elif entry.endswith("_list"):
             addresses = self._read_list(address, blocks, threads // 32, shared_bytes)
         else:
             args = jit.Args.from_address(address)
@@ -162,14 +175,14 @@ class Driver:
     ) -> list[tuple[int, int]]:
         """Checks that blocks take every group of every tensor once, as the kernel finds them."""
         assert address is not None
-        every: Any = codec.DecodeList.from_address(address)
+        every: Any = codec.TensorList.from_address(address)
         taken = []
         for block in range(blocks):
-            number = sum(block >= every.first_block[k] for k in range(1, jit.MOST_DECODES))
+            number = sum(block >= every.first_block[k] for k in range(1, jit.MOST_TENSORS))
             args = every.tensors[number]
             first = args.first_group + (block - every.first_block[number]) * warps
             taken += [(number, g) for g in range(first, first + warps) if g < args.end_group]
-            assert shared_bytes >= codec.DECODE_TABLE_BYTES + 4 * warps * args.capacity
+            assert shared_bytes >= codec.ENCODE_TABLE_BYTES + 4 * warps * args.capacity
         tensors = [args for args in every.tensors if args.num_groups]
         assert taken == [(k, g) for k, args in enumerate(tensors) for g in range(args.num_groups)]
         return [(args.payload, args.dense) for args in tensors]
@@ -269,6 +282,62 @@ def test_a_list_falls_apart_by_what_its_kernels_take(monkeypatch: pytest.MonkeyP
         Launch("pooled_decode_list", [pairs[1], pairs[7]]),
         Launch("pooled_decode", [pairs[4]]),
     ]
+
+
+def encode_all(
+    driver: Driver, layouts: Sequence[PayloadLayout], candidates: tuple[int, ...] = (0, 1)
+) -> list[tuple[int, int]]:
+    """Encodes tensors of ``layouts`` in a list; their (payload, dense)."""
+    types = {name: getattr(torch, name) for name in DTYPES} | {UPCAST.name: torch.float32}
+    dense = [torch.zeros(layout.num_values, dtype=types[layout.dtype.name]) for layout in layouts]
+    made = codec.encode_list(dense, layouts, candidates)
+    assert [payload.nbytes for payload, _ in made] == [layout.size_bytes for layout in layouts]
+    return addresses(made, dense)
+
+
+def test_an_encode_of_several_asks_for_credit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    layouts = [pooled_layout(1 + k, 700 + 4 * k) for k in range(5)]
+    for turn in range(2):
+        pairs = encode_all(driver, layouts)
+        assert driver.log == ["admit 15"] * (turn + 1)
+        search, code = driver.launches[-2:]
+        assert search == Launch("select_books", pairs)
+        assert code == Launch("pooled_encode_list", pairs)
+    assert driver.loads == 2, "nothing was made anew"
+    pinned = encode_all(driver, layouts, (3,))
+    assert driver.launches[4:] == [Launch("pooled_encode_list", pinned)], "nothing to search for"
+
+
+def test_an_encode_of_several_without_credit_launches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(monkeypatch)
+    driver.arena.grants = 0
+    with pytest.raises(ArenaExhaustedError, match="nothing was overwritten"):
+        encode_all(driver, [pooled_layout(2), pooled_layout(3)])
+    assert driver.launches == []
+
+
+def test_launches_stay_within_half_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    driver.arena.limit_chunks = 20
+    upcast = pooled_layout(2, dtype=UPCAST)  # up to three chunks a group
+    layouts = [pooled_layout(4), upcast, pooled_layout(6), pooled_layout(11), pooled_layout(5)]
+    encode_all(driver, layouts)
+    entries = [launch.entry for launch in driver.launches if not launch.entry.startswith("select")]
+    assert entries == ["pooled_encode"] * 1 + ["pooled_encode_list"] + ["pooled_encode"] * 2
+    # The one of 11 groups alone; 4 and 6 together; 5; the upcast one, a kernel of its own.
+    assert driver.log == ["admit 11", "admit 10", "admit 5", "admit 6"]
+
+
+def test_a_captured_graph_encodes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for one tensor asks for room on the device."""
+    driver = Driver(monkeypatch)
+    monkeypatch.setattr(codec, "is_capturing", lambda: True)
+    encode_all(driver, [pooled_layout(2), pooled_layout(3)])
+    assert [launch.entry for launch in driver.launches] == ["select_book", "pooled_encode"] * 2
+    assert driver.log == []
 
 
 @pytest.mark.parametrize("capturing", [False, True])

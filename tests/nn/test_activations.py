@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lct
-from lct.nn import activations
+from lct.nn import saves
 from lct.nn.activations import is_exact_upcast
 from lct.nn.bits import pack_bits
 from lct.tensor import live_tensors
@@ -184,7 +184,7 @@ def test_several_consumers_share_one_decode(monkeypatch: pytest.MonkeyPatch) -> 
     decodes = count_decodes(monkeypatch)
     loss.backward()
     assert len(decodes) == 1
-    assert not activations._decoded.entries and activations._decoded.size_bytes == 0
+    assert not saves.decoded_saves.entries and saves.decoded_saves.size_bytes == 0
 
 
 def count_decodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -197,21 +197,21 @@ def count_decodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_decoded_copies_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "SHARED_DECODED_BYTES", 10_000)
+    monkeypatch.setattr(saves, "SHARED_DECODED_BYTES", 10_000)
     tensors = [hidden(64, 64) for _ in range(4)]
     with lct.compress_activations():
         first = [Keep.apply(x) for x in tensors]
         second = [Keep.apply(x) for x in tensors]
     for out in first:
         out.backward(retain_graph=True)
-        assert activations._decoded.size_bytes <= 10_000
+        assert saves.decoded_saves.size_bytes <= 10_000
     for out in second:
         out.backward(retain_graph=True)
     for x, seen in zip(tensors * 2, Keep.seen, strict=True):
         assert_same_bits(x, seen)
     Keep.seen.clear()
     del first, second
-    assert not activations._decoded.entries and activations._decoded.size_bytes == 0
+    assert not saves.decoded_saves.entries and saves.decoded_saves.size_bytes == 0
 
 
 def test_a_consumer_that_writes_into_its_copy_spoils_no_other() -> None:
@@ -268,9 +268,9 @@ def test_grads_of_a_part_leave_no_decoded_copy() -> None:
     with lct.compress_activations():
         a, b = x.sin().sum(), x.cos().sum()
     a.backward(retain_graph=True)
-    assert activations._decoded.size_bytes == x.nbytes, "b may still ask"
+    assert saves.decoded_saves.size_bytes == x.nbytes, "b may still ask"
     del a, b
-    assert activations._decoded.size_bytes == 0
+    assert saves.decoded_saves.size_bytes == 0
 
 
 def test_memory_of_activations_is_freed() -> None:

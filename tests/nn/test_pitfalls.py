@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lct
-from lct.nn import activations
+from lct.nn import saves
 from lct.tensor import live_tensors
 from training import (
     BF16,
@@ -146,7 +146,7 @@ def test_pitfall_06_the_graph_owns_what_is_stored() -> None:
         out = hidden(64, 64).exp().sin().cos()
     out.sum().backward()
     assert len(live_tensors()) == before, "backward frees as it goes"
-    assert not saved._stored and not activations._decoded.entries
+    assert not saved._stored and not saves.decoded_saves.entries
 
 
 def test_pitfall_07_parameters_and_their_views_are_not_stored() -> None:

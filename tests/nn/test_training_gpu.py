@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lct
-from lct.nn import CompressedWeight
+from lct.nn import CompressedWeight, activations, saves
 from training import (
     BF16,
     CASES,
@@ -35,6 +35,78 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def batches_of_any_share(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Saves of small models wait to be encoded together; the tensors of each encode."""
+    monkeypatch.setattr(activations, "BATCH_SHARE", 1e9)
+    sizes: list[int] = []
+    encode_all = saves.encode_all
+
+    def counted(tensors: Any, *rest: Any) -> Any:
+        sizes.append(len(tensors))
+        return encode_all(tensors, *rest)
+
+    monkeypatch.setattr(saves, "encode_all", counted)
+    return sizes
+
+
+def loss_of(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return mlp(x).float().square().mean()
+
+
+def mlp_on_cuda() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(5)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())]
+    return nn.Sequential(*layers).cuda().to(BF16), torch.randn(300, 256, device="cuda").to(BF16)
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["one stream", "a side stream in the block"])
+def test_saves_that_are_encoded_together(side: bool, batches_of_any_share: list[int]) -> None:
+    mlp, x = mlp_on_cuda()
+    expected = torch.autograd.grad(loss_of(mlp, x), list(mlp.parameters()))
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    for _ in range(5):
+        stream.wait_stream(torch.cuda.current_stream())
+        with lct.compress_activations(), torch.cuda.stream(stream):
+            loss = loss_of(mlp, x)
+        torch.cuda.current_stream().wait_stream(stream)
+        grads = torch.autograd.grad(loss, list(mlp.parameters()))
+        torch.cuda.synchronize()
+        for want, got in zip(expected, grads, strict=True):
+            assert_same_bits(want, got)
+    assert max(batches_of_any_share) > 5
+
+
+def test_a_captured_graph_holds_the_encodes_of_its_saves(batches_of_any_share: list[int]) -> None:
+    mlp, x = mlp_on_cuda()
+    parameters = list(mlp.parameters())
+
+    def step() -> tuple[torch.Tensor, ...]:
+        with lct.compress_activations():
+            loss = loss_of(mlp, x)
+        return torch.autograd.grad(loss, parameters)
+
+    lct.reserve_arena(4 << 20)
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        for _ in range(12):  # until the rooms are measured
+            step()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    batches_of_any_share.clear()
+    with torch.cuda.graph(graph):
+        grads = step()
+    assert batches_of_any_share and max(batches_of_any_share) == 1
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        expected = torch.autograd.grad(loss_of(mlp, x), parameters)
+        torch.cuda.synchronize()
+        for want, got in zip(expected, grads, strict=True):
+            assert_same_bits(want, got)
 
 
 @pytest.mark.parametrize("rounding", [{}, {"foreach": False}, {"fused": True}], ids=str)

@@ -9,11 +9,9 @@ The graph owns what is stored; this module keeps weak references only.
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 import warnings
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +19,19 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..tensor import CompressedTensor, encode
+from ..config import save_batch_bytes
+from ..ops import launches_kernels
 from ..text import text_table
-from .bits import PackedBits, pack_bits
+from .saves import (
+    SaveBatch,
+    StoredSave,
+    changed_error,
+    decoded_saves,
+    encode_saves,
+    is_capturing,
+    stream_of,
+    time_when_done,
+)
 from .sites import SaveSite, Sites
 from .untraced import untraced
 
@@ -57,9 +65,8 @@ SAVE_RULES: dict[torch.dtype, SaveRule] = {
 # A view of less than this share of its storage is kept as it is, unless the storage is stored
 # anyway: encoding all of a large buffer for a few rows would not pay.
 MIN_COVERAGE = 1 / 4
-# Decoded storages that wait for their other consumers (k and q, after v) may take this much.
-SHARED_DECODED_BYTES = 256 << 20
-
+# At most this share of what a block saves waits to be encoded together, or waits decoded together.
+BATCH_SHARE = 1 / 16
 _VIEWS = {
     f"{name}Backward0"
     for name in (
@@ -87,14 +94,19 @@ class SavedActivations:
         self.kept: Counter[str] = Counter()
         self._sites = Sites()
         # By address of a storage, version, dtype and stream. An entry ends with what it refers to.
-        self._stored: dict[Any, weakref.KeyedRef[Any, _Stored]] = {}
+        self._stored: dict[Any, weakref.KeyedRef[Any, StoredSave]] = {}
         table = self._stored
 
-        def ended(ref: weakref.KeyedRef[Any, _Stored]) -> None:
+        def ended(ref: weakref.KeyedRef[Any, StoredSave]) -> None:
             if table.get(ref.key) is ref:
                 del table[ref.key]
 
         self._ended = ended  # without this object, which what is stored must not keep alive
+        self._batch: SaveBatch | None = None
+        self._most_batch_bytes = 0 if profile else save_batch_bytes()
+        # Of the block before, which in a training loop saved as much as this one will.
+        self._expected_bytes = _last.dense_bytes if _last is not None else 0
+        self._seen_bytes = 0
 
     @property
     def sites(self) -> list[SaveSite]:
@@ -150,17 +162,17 @@ class SavedActivations:
         reason = _reason_to_keep(tensor, self.min_bytes)
         if not reason:
             stored = self._find_or_store(tensor)
-            if isinstance(stored, _Stored):
+            if isinstance(stored, StoredSave):
                 return _Saved(stored, tensor)
             reason = stored
         self.kept[reason] += 1
         return _keep(tensor)
 
-    def _find_or_store(self, tensor: torch.Tensor) -> _Stored | str:
+    def _find_or_store(self, tensor: torch.Tensor) -> StoredSave | str:
         """What ``tensor`` lies in, stored; or the reason why it stays as it is."""
         source = tensor.untyped_storage()
         # On CUDA another stream would have to wait for the encode: let it make its own.
-        stream = _current_stream(tensor) if tensor.is_cuda else 0
+        stream = stream_of(tensor) if tensor.is_cuda else 0
         key = source._cdata, tensor._version, tensor.dtype, stream
         ref = self._stored.get(key)
         stored = ref() if ref is not None else None
@@ -175,104 +187,64 @@ class SavedActivations:
         # Most tensors are all of their storage, and need no view of it, here and in unpack.
         coded = tensor.dtype != torch.bool
         whole = coded and tensor.nbytes == size and tensor.is_contiguous()
-        flat = tensor if whole else _flat(tensor, source)
+        # Without the history: the graph, which owns what is stored, must not be held by it.
+        flat = tensor.detach() if whole else _flat(tensor, source)
         upcast = is_exact_upcast(tensor)
         if coded:
             site.room.look(flat, upcast)
             if not site.room.pays:
                 return "its values need as much room compressed"
-        started = _now(tensor) if self.profile else 0.0
-        stored = _Stored(flat, upcast, source, stream, site, self.profile)
-        if self.profile:
-            site.encode_seconds += _now(tensor) - started
+        stored = StoredSave(flat, upcast, source, stream, site, self.profile)
+        ref = weakref.KeyedRef(stored, self._ended, key)
+        self._seen_bytes += size
+        if coded and size <= self._batch_bytes() and _may_wait(tensor.device):
+            self._batch_for(tensor.device, stream, size).add(ref, stored, size)
+        else:
+            started = time_when_done(tensor) if self.profile else 0.0
+            encode_saves([stored])
+            if self.profile:
+                site.encode_seconds += time_when_done(tensor) - started
         site.encoded += 1
         site.dense_bytes += size
-        self._stored[key] = weakref.KeyedRef(stored, self._ended, key)
+        self._stored[key] = ref
         return stored
 
+    def _batch_bytes(self) -> int:
+        """Dense bytes that may wait for their encode."""
+        share = int(max(self._expected_bytes, self._seen_bytes) * BATCH_SHARE)
+        return min(self._most_batch_bytes, share)
 
-def _current_stream(tensor: torch.Tensor) -> int:
-    # torch.cuda.current_stream makes two objects to say the same.
-    return torch._C._cuda_getCurrentRawStream(tensor.get_device())
+    def _batch_for(self, device: torch.device, stream: int, size_bytes: int) -> SaveBatch:
+        """The batch that takes so many bytes more; one that is full is encoded."""
+        batch = self._batch
+        if batch is not None and (
+            batch.stream != stream
+            or batch.device != device
+            or batch.size_bytes + size_bytes > self._batch_bytes()
+        ):
+            self.flush()
+            batch = None
+        if batch is None:
+            batch = self._batch = SaveBatch(device, stream)
+        return batch
+
+    def flush(self) -> None:
+        """Encode what waits for others to be encoded with. Does nothing while a graph is captured.
+
+        ArenaExhaustedError and torch.OutOfMemoryError where there is no room: what waited stays
+        dense, and backward gets it as it is.
+        """
+        batch = self._batch
+        if batch is not None and not is_capturing(batch.device):
+            self._batch = None
+            batch.encode()
 
 
-def _now(tensor: torch.Tensor) -> float:
-    """Seconds, when the device has done what was asked of it."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()
-
-
-class _Stored:
-    """One storage, compressed; owned by the graph's nodes through their ``_Saved``.
-
-    ``shape``, ``stride``: of the decoded tensor, which begins where the storage does.
+def _may_wait(device: torch.device) -> bool:
+    """Whether an encode may wait for others: where kernels are launched, but for captured graphs,
+    which must hold the encodes of what they compute.
     """
-
-    __slots__ = (
-        *("__weakref__", "content", "decoded", "profile", "shape", "site", "source"),
-        *("stream", "stride", "version", "waiting"),
-    )
-
-    def __init__(
-        self,
-        flat: torch.Tensor,
-        upcast: bool,
-        source: torch.UntypedStorage,
-        stream: int,
-        site: SaveSite,
-        profile: bool,
-    ) -> None:
-        content: CompressedTensor | PackedBits
-        if flat.dtype == torch.bool:
-            content = pack_bits(flat)
-        else:
-            content = encode(flat, capacity=site.room.words, upcast=upcast)
-        site.stored_bytes += content.payload.nbytes
-        self.content: CompressedTensor | PackedBits | _Handed = content
-        self.shape, self.stride = flat.shape, flat.stride()
-        self.source = weakref.ref(source)
-        self.stream = stream
-        self.site = site
-        self.profile = profile
-        self.waiting = 0  # saves that backward has not asked for yet
-        self.decoded: torch.Tensor | None = None
-        self.version = 0
-
-    def values(self, shared: bool) -> torch.Tensor:
-        """The storage's values, flat or as they lay; kept for other consumers where ``shared``."""
-        with _decoded.lock:
-            flat = self.decoded
-            # A consumer that wrote into its copy has spoilt it for the others.
-            if flat is not None and (flat._version != self.version or not self._same_stream(flat)):
-                flat = None
-            elif not shared:
-                _decoded.forget(self)
-        if flat is None:
-            flat = self._decode()
-            if shared:
-                _decoded.keep(self, flat)
-        if not shared and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # The last consumer has it, and the graph is freed as it goes: holding the payload too
-            # would raise the peak above the dense run's where backward begins.
-            self.content = _Handed(flat, flat._version)
-        return flat
-
-    def _decode(self) -> torch.Tensor:
-        content = self.content
-        if isinstance(content, _Handed):
-            return content.decode()
-        self.site.decoded += 1
-        if not self.profile:
-            return content.decode()
-        started = _now(content.payload)
-        flat = content.decode()
-        self.site.decode_seconds += _now(flat) - started
-        return flat
-
-    def _same_stream(self, flat: torch.Tensor) -> bool:
-        # Memory of one stream must not be read on another without waiting.
-        return not flat.is_cuda or _current_stream(flat) == self.stream
+    return launches_kernels(device) and not is_capturing(device)
 
 
 def _flat(tensor: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:
@@ -280,59 +252,12 @@ def _flat(tensor: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:
     return tensor.detach().as_strided((source.nbytes() // tensor.element_size(),), (1,), 0)
 
 
-@dataclass(slots=True)
-class _Handed:
-    """In place of a payload: the values that the last consumer of a graph has got.
-
-    A Function of a user's may ask for its saved tensors more than once.
-    """
-
-    values: torch.Tensor
-    version: int
-
-    def decode(self) -> torch.Tensor:
-        current = self.values._version
-        if current != self.version:
-            raise _changed(self.values.dtype, self.values.shape, self.version, current)
-        return self.values
-
-
-class _Decoded:
-    """Decoded storages with consumers left, oldest first, within a limit of bytes."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # each device has a backward thread of its own
-        self.entries: OrderedDict[int, weakref.ref[_Stored]] = OrderedDict()
-        self.size_bytes = 0
-
-    def keep(self, stored: _Stored, flat: torch.Tensor) -> None:
-        with self.lock:
-            self.forget(stored)
-            stored.decoded, stored.version = flat, flat._version
-            self.entries[id(stored)] = weakref.ref(stored)
-            self.size_bytes += flat.nbytes
-            while self.size_bytes > SHARED_DECODED_BYTES and len(self.entries) > 1:
-                oldest = next(iter(self.entries.values()))()
-                assert oldest is not None, "what dies forgets itself before"
-                self.forget(oldest)
-
-    def forget(self, stored: _Stored) -> None:
-        with self.lock:
-            if stored.decoded is not None:
-                self.size_bytes -= stored.decoded.nbytes
-                del self.entries[id(stored)]
-                stored.decoded = None
-
-
-_decoded = _Decoded()
-
-
 class _Saved:
-    """What autograd holds for one saved tensor: its place in a ``_Stored``."""
+    """What autograd holds for one saved tensor: its place in a ``StoredSave``."""
 
     __slots__ = ("counter", "offset", "shape", "stored", "stride", "version", "waits")
 
-    def __init__(self, stored: _Stored, tensor: torch.Tensor) -> None:
+    def __init__(self, stored: StoredSave, tensor: torch.Tensor) -> None:
         self.stored = stored
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -347,7 +272,7 @@ class _Saved:
 
     def unpack(self) -> torch.Tensor:
         if self.counter._version != self.version:
-            raise _changed(self.counter.dtype, self.shape, self.version, self.counter._version)
+            raise changed_error(self.counter.dtype, self.shape, self.version, self.counter._version)
         if self.waits:
             self.waits = False
             self.stored.waiting -= 1
@@ -363,7 +288,7 @@ class _Saved:
         if self.waits:
             self.stored.waiting -= 1
         if self.stored.waiting <= 0:
-            _decoded.forget(self.stored)
+            decoded_saves.forget(self.stored)
 
 
 # A saved tensor as it is, and its version: None where it has none. A tuple costs the least.
@@ -382,7 +307,7 @@ def _unpack(packed: _Saved | _Kept) -> torch.Tensor:
         return packed.unpack()
     tensor, version = packed
     if version is not None and tensor._version != version:
-        raise _changed(tensor.dtype, tensor.shape, version, tensor._version)
+        raise changed_error(tensor.dtype, tensor.shape, version, tensor._version)
     return tensor
 
 
@@ -394,16 +319,6 @@ def _nothing(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-
-def _changed(dtype: torch.dtype, shape: torch.Size, saved: int, current: int) -> RuntimeError:
-    # Autograd checks this itself only where there are no hooks.
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: [{dtype} {list(shape)}] is at version {current}; expected version {saved} "
-        "instead. Hint: enable anomaly detection to find the operation that failed to compute its "
-        "gradient, with torch.autograd.set_detect_anomaly(True)."
-    )
 
 
 def _reason_to_keep(tensor: torch.Tensor, min_bytes: int) -> str:
@@ -475,9 +390,14 @@ def compress_activations(
     of microseconds each, however small the tensor is: where the host is what a step waits for, a
     few MiB give up little memory and much of that time. ValueError where it is negative.
 
+    On CUDA saved tensors wait, dense, until there are enough for one launch
+    (``LCT_SAVE_BATCH_MIB``); the end of the block encodes the last ones. ArenaExhaustedError or
+    torch.OutOfMemoryError, in forward or there, where memory runs out: what could not be encoded
+    stays as it is.
+
     A saved tensor that is changed in place before backward raises autograd's error, as without
     LCT. A change that torch does not see (through ``.data``, or by a kernel of one's own) is not
-    seen here either: backward then gets the values from before.
+    seen here either: backward then may get the values from before.
 
     Torch applies only the innermost saved-tensor hooks: a warning says so where this block replaces
     hooks of others. Inside a checkpointed region they would undo the checkpoint: RuntimeError;
@@ -496,6 +416,7 @@ def compress_activations(
     _last = saved
     with saved_tensors_hooks(saved.pack, _unpack):
         yield saved
+    saved.flush()
 
 
 def _check_outer(pack: Any) -> None:

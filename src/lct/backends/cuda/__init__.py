@@ -5,26 +5,28 @@ from .codec import (
     decode,
     decode_list,
     encode,
+    encode_list,
     ensure_room,
     group_needs,
     group_needs_later,
     lease,
     to_canonical,
 )
-from .steps import adam, batches, muon, sgd
+from .steps import adam, muon, sgd, step_batches
 
 __all__ = [
     "adam",
     "arena",
-    "batches",
     "decode",
     "decode_list",
     "encode",
+    "encode_list",
     "ensure_room",
     "group_needs",
     "group_needs_later",
     "lease",
     "muon",
     "sgd",
+    "step_batches",
     "to_canonical",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -137,6 +137,23 @@ def take(pool: list[Any]) -> Any:
         return None
 
 
+def _encode_args(
+    layout: PayloadLayout, device: int, candidates: tuple[int, ...], shift: int
+) -> jit.Args:
+    """Of an encode into a new payload; ``book`` is NO_BOOK where one of several is searched for."""
+    args = jit.Args.from_buffer_copy(template(layout))
+    args.tables = jit.device_tables(device).data_ptr()
+    args.arena = arenas.of(device).pointer
+    args.fresh = 1
+    if len(candidates) == 1 and (layout.preset.pooled or shift):
+        args.book = candidates[0]
+        args.header[0] |= candidates[0] << 24
+        args.header[1] |= shift
+    else:
+        args.candidates = candidates_mask(candidates)
+    return args
+
+
 class _EncodeCall:
     """Launches that encode tensors of one layout on one device; ``search`` where a book is chosen.
 
@@ -149,16 +166,9 @@ class _EncodeCall:
         self, layout: PayloadLayout, device: int, candidates: tuple[int, ...], shift: int = 0
     ) -> None:
         preset, dtype = layout.preset, layout.dtype
-        self.args = args = jit.Args.from_buffer_copy(template(layout))
-        args.tables = jit.device_tables(device).data_ptr()
-        args.arena = arenas.of(device).pointer
+        self.args = args = _encode_args(layout, device, candidates, shift)
         self.search: jit.Call | None = None
-        if len(candidates) == 1 and (preset.pooled or shift):
-            args.book = candidates[0]
-            args.header[0] |= candidates[0] << 24
-            args.header[1] |= shift
-        else:
-            args.candidates = candidates_mask(candidates)
+        if args.book == NO_BOOK:
             select = jit.load("select_book", preset, dtype, device)
             self.search = jit.Call(select, args, 1, select.warps)
         entry = "pooled_encode" if preset.pooled else "fixed_encode"
@@ -166,7 +176,7 @@ class _EncodeCall:
         words = layout.capacity_words * (1 if preset.pooled else LANES)
         self.memory = SharedMemory(ENCODE_TABLE_BYTES, words * WORD_BYTES)
         self.code = call_over_groups(self.kernel, args, [args], self.memory)
-        self.worst_chunks = layout.num_groups * layout.chunks_per_group
+        self.worst_chunks = worst_chunks(layout)
 
     def launch(self, layout: PayloadLayout, held: Lease, stream: int) -> None:
         """Launch with what ``args`` says of the tensor and its payload.
@@ -239,6 +249,142 @@ def encode(
     return payload, held
 
 
+class TensorList(ctypes.Structure):
+    """The argument of kernels that take several tensors; mirrors ``struct TensorList`` in
+    tensor_list.cuh.
+    """
+
+    _fields_ = [
+        ("first_block", ctypes.c_uint32 * (jit.MOST_TENSORS + 1)),
+        ("tensors", jit.Args * jit.MOST_TENSORS),
+    ]
+
+
+def _list_of(tensors: Sequence[jit.Args]) -> Any:
+    """A ``TensorList`` of at most ``jit.MOST_TENSORS``; ``first_block`` is still to be filled."""
+    every: Any = TensorList()
+    every.first_block[:] = [NO_BLOCK] * len(every.first_block)
+    every.tensors[: len(tensors)] = tensors
+    return every
+
+
+# A dense tensor, and the layout of its payload.
+_Encode = tuple[torch.Tensor, PayloadLayout]
+
+
+class _EncodeListCall:
+    """Launches that encode several tensors into new payloads, made ready for their layouts."""
+
+    __slots__ = ("code", "search", "tensors", "worst_chunks")
+
+    def __init__(
+        self, layouts: Sequence[PayloadLayout], device: int, candidates: tuple[int, ...]
+    ) -> None:
+        first = layouts[0]
+        every = _list_of([_encode_args(layout, device, candidates, 0) for layout in layouts])
+        self.tensors: list[Any] = every.tensors[: len(layouts)]  # parts of it, not copies
+        self.search: jit.Call | None = None
+        if self.tensors[0].book == NO_BOOK:
+            select = jit.load("select_books", first.preset, first.dtype, device)
+            self.search = jit.Call(select, every, len(layouts), select.warps)
+        kernel = jit.load("pooled_encode_list", first.preset, first.dtype, device)
+        words = max(layout.capacity_words for layout in layouts)
+        memory = SharedMemory(ENCODE_TABLE_BYTES, words * WORD_BYTES)
+        self.code = call_over_groups(kernel, every, self.tensors, memory, every.first_block)
+        self.worst_chunks = sum(worst_chunks(layout) for layout in layouts)
+
+
+def worst_chunks(layout: PayloadLayout) -> int:
+    """Chunks of the arena that an encode takes where nothing fits."""
+    return layout.num_groups * layout.chunks_per_group
+
+
+def encode_list(
+    denses: Sequence[torch.Tensor],
+    layouts: Sequence[PayloadLayout],
+    candidates: tuple[int, ...],
+) -> list[tuple[torch.Tensor, Lease]]:
+    """``encode`` of each into a new payload; at least one, all on one device.
+
+    Pooled tensors of one dtype share launches. Does not wait for the device. Where memory runs out
+    nothing was overwritten: all payloads are new.
+    """
+    device = denses[0].get_device()
+    if current_device() != device:
+        with torch.cuda.device(device):
+            return encode_list(denses, layouts, candidates)
+    limit_chunks = arenas.of(device).limit_chunks
+    capturing = is_capturing()
+    made: list[Any] = [None] * len(denses)
+    together: dict[tuple[int, int], list[int]] = {}
+    for number, layout in enumerate(layouts):
+        # In a captured graph the kernel for one tensor asks for room on the device.
+        if layout.preset.pooled and not capturing and worst_chunks(layout) * 2 <= limit_chunks:
+            key = layout.preset.code, layout.dtype.code
+            together.setdefault(key, []).append(number)
+        else:
+            made[number] = encode(denses[number], layout, candidates)
+    for numbers in together.values():
+        worsts = [worst_chunks(layouts[n]) for n in numbers]
+        for batch in batches(worsts, limit_chunks, jit.MOST_TENSORS):
+            chosen = [numbers[k] for k in batch]
+            encodes = [(denses[n], layouts[n]) for n in chosen]
+            for n, result in zip(chosen, _launch_encodes(encodes, candidates, device), strict=True):
+                made[n] = result
+    return made
+
+
+def batches(worsts: Sequence[int], limit_chunks: int, most: int) -> Iterator[list[int]]:
+    """Numbers of what one launch takes, at most ``most``; ``worsts``: their worst cases in chunks.
+
+    That of a launch stays within half of the arena's limit, so that the next one need not wait for
+    it; what is larger goes alone.
+    """
+    batch: list[int] = []
+    chunks = 0
+    for number, worst in enumerate(worsts):
+        if batch and (len(batch) == most or (chunks + worst) * 2 > limit_chunks):
+            yield batch
+            batch, chunks = [], 0
+        batch.append(number)
+        chunks += worst
+    if batch:
+        yield batch
+
+
+def _launch_encodes(
+    encodes: Sequence[_Encode], candidates: tuple[int, ...], device: int
+) -> list[tuple[torch.Tensor, Lease]]:
+    """Encode tensors into pooled payloads of one dtype in one launch, and that of their search."""
+    if len(encodes) == 1:
+        return [encode(*encodes[0], candidates)]
+    # Of one preset and dtype, layouts differ in these alone.
+    sizes = tuple([(layout.num_values, layout.capacity_words) for _, layout in encodes])
+    pool = ready(encodes[0][1], ("pooled_encode_list", device, candidates, sizes))
+    layouts = [layout for _, layout in encodes]
+    every = take(pool) or _EncodeListCall(layouts, device, candidates)
+    # Referenced until the launch is enqueued.
+    denses = [aligned(dense) for dense, _ in encodes]
+    made = []
+    for args, dense, layout in zip(every.tensors, denses, layouts, strict=True):
+        payload = torch.empty(layout.size_bytes, dtype=torch.uint8, device=dense.device)
+        held = Lease(device)
+        args.payload, args.dense = payload.data_ptr(), dense.data_ptr()
+        args.serial = held.serial
+        made.append((payload, held))
+    arena = arenas.of(device)
+    stream = current_stream(device)
+    sequence = arena.admit(every.worst_chunks, stream)
+    for _, held in made:
+        held.last = sequence
+    if every.search is not None:
+        every.search.launch(stream)
+    every.code.launch(stream)
+    arena.launched()
+    pool.append(every)
+    return made
+
+
 def ensure_room(parts: Sequence[tuple[Any, PayloadLayout]]) -> None:
     """ArenaExhaustedError where encodes into all of ``parts`` (stored, layout) might find no room.
 
@@ -249,7 +395,7 @@ def ensure_room(parts: Sequence[tuple[Any, PayloadLayout]]) -> None:
     if not coded or is_capturing():
         return
     arena = coded[0][0].spill.arena
-    worst = sum(layout.num_groups * layout.chunks_per_group for _, layout in coded)
+    worst = sum(worst_chunks(layout) for _, layout in coded)
     device = coded[0][0].payload.get_device()
     with torch.cuda.device(device):
         arena.ensure(min(worst, arena.limit_chunks), current_stream(device))
@@ -378,24 +524,13 @@ def decode(payload: torch.Tensor, layout: PayloadLayout, out: torch.Tensor) -> t
     return out
 
 
-class DecodeList(ctypes.Structure):
-    """The argument of ``pooled_decode_list``; mirrors ``struct DecodeList`` there."""
-
-    _fields_ = [
-        ("first_block", ctypes.c_uint32 * (jit.MOST_DECODES + 1)),
-        ("tensors", jit.Args * jit.MOST_DECODES),
-    ]
-
-
 class _DecodeListCall:
     """A launch that decodes several pooled tensors, made ready for their layouts."""
 
     __slots__ = ("call", "tensors")
 
     def __init__(self, layouts: Sequence[PayloadLayout], device: int) -> None:
-        every: Any = DecodeList()
-        every.first_block[:] = [NO_BLOCK] * len(every.first_block)
-        every.tensors[: len(layouts)] = [_decode_args(layout, device) for layout in layouts]
+        every = _list_of([_decode_args(layout, device) for layout in layouts])
         self.tensors: list[Any] = every.tensors[: len(layouts)]  # parts of it, not copies
         first = layouts[0]
         kernel = jit.load("pooled_decode_list", first.preset, first.dtype, device)
@@ -428,12 +563,12 @@ def decode_list(
         else:
             decode(payload, layout, out)
     for decodes in together.values():
-        for start in range(0, len(decodes), jit.MOST_DECODES):
-            _launch_decodes(decodes[start : start + jit.MOST_DECODES], device)
+        for start in range(0, len(decodes), jit.MOST_TENSORS):
+            _launch_decodes(decodes[start : start + jit.MOST_TENSORS], device)
 
 
 def _launch_decodes(decodes: Sequence[_Decode], device: int) -> None:
-    """Decode pooled tensors of one dtype, at most ``jit.MOST_DECODES``, in one launch."""
+    """Decode pooled tensors of one dtype, at most ``jit.MOST_TENSORS``, in one launch."""
     if len(decodes) == 1:
         decode(*decodes[0])
         return

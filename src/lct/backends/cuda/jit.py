@@ -36,10 +36,10 @@ TABLE_WORDS = SINGLES_WORDS + PAIRS_WORDS + ENCODE_WORDS + ENCODE_PAIRS_WORDS + 
 PAIR_BITS, PAIR_WINDOW, PAIR_STRIDE = 12, 16, 27
 # Updates that one launch of a step takes at most: their arguments are 9 kB for Adam.
 MOST_STEPS = 16
-MOST_DECODES = 16  # tensors that one launch decodes at most: their arguments are 2.5 kB
+MOST_TENSORS = 16  # that one launch encodes or decodes at most: their arguments are 2.5 kB
 _SIZES = {
     "MOST_STEPS": MOST_STEPS,
-    "MOST_DECODES": MOST_DECODES,
+    "MOST_TENSORS": MOST_TENSORS,
     "SINGLES_WORDS": SINGLES_WORDS,
     "PAIRS_WORDS": PAIRS_WORDS,
     "ENCODE_WORDS": ENCODE_WORDS,
@@ -78,17 +78,19 @@ class Kernel:
 
 
 _POOLED = ("common.cuh", "arena.cuh", "pooled.cuh")
+_ENCODE = (*_POOLED, "pooled_group.cuh", "pooled_encode.cuh")
+_DECODE = (*_POOLED, "pooled_decode.cuh")
+_SELECT = ("common.cuh", "select.cuh")
 _SGD_OPTIONS = ("ROUNDING", "NESTEROV", "MAXIMIZE", "DECAY", "SCALED")
 _ADAM_OPTIONS = ("ROUNDING", "RECIPROCAL", "MAXIMIZE", "L2_DECAY", "DECOUPLED_DECAY", "SCALED")
 _MUON_OPTIONS = ("BUFFER_FROM_GRAD", "UPDATE_FROM_GRAD")
 KERNELS: dict[str, Kernel] = {
     row.entry: row
     for row in (
-        Kernel("pooled_encode", (*_POOLED, "pooled_group.cuh", "pooled_encode.cu"), True),
-        Kernel("pooled_decode", (*_POOLED, "pooled_decode.cuh", "pooled_decode.cu"), True),
-        Kernel(
-            "pooled_decode_list", (*_POOLED, "pooled_decode.cuh", "pooled_decode_list.cu"), True
-        ),
+        Kernel("pooled_encode", (*_ENCODE, "pooled_encode.cu"), True),
+        Kernel("pooled_encode_list", (*_ENCODE, "tensor_list.cuh", "pooled_encode_list.cu"), True),
+        Kernel("pooled_decode", (*_DECODE, "pooled_decode.cu"), True),
+        Kernel("pooled_decode_list", (*_DECODE, "tensor_list.cuh", "pooled_decode_list.cu"), True),
         Kernel("pooled_needs", ("common.cuh", "pooled.cuh", "pooled_needs.cu"), True),
         Kernel("fixed_encode", (*_POOLED, "fixed.cuh", "fixed_encode.cu"), False),
         Kernel("fixed_decode", (*_POOLED, "fixed.cuh", "fixed_decode.cu"), False),
@@ -114,7 +116,8 @@ KERNELS: dict[str, Kernel] = {
             ("POOLED", "STEPS", "GROUPS_PER_BLOCK"),
             _MUON_OPTIONS,
         ),
-        Kernel("select_book", ("common.cuh", "select.cu"), None, ("DTYPE", "POOLED")),
+        Kernel("select_book", (*_SELECT, "select.cu"), None, ("DTYPE", "POOLED")),
+        Kernel("select_books", (*_SELECT, "tensor_list.cuh", "select_list.cu"), True, ("DTYPE",)),
         Kernel("sweep_chunks", ("common.cuh", "arena.cuh", "sweep.cu"), None, ()),
         Kernel("grow_arena", ("common.cuh", "arena.cuh", "grow.cu"), None, ()),
     )

@@ -17,6 +17,7 @@ from .codec import (
     ENCODE_TABLE_BYTES,
     SharedMemory,
     aligned,
+    batches,
     call_over_groups,
     current_device,
     current_stream,
@@ -218,7 +219,7 @@ def _launch(
     dense = [aligned(grad.contiguous()) for grad in grads]
     arena = updates[0][0][0].spill.arena
     capturing = is_capturing()
-    for batch in batches(updates, arena.limit_chunks):
+    for batch in step_batches(updates, arena.limit_chunks):
         some, some_grads = [updates[k] for k in batch], [dense[k] for k in batch]
         worst = sum([_worst_chunks(update) for update in some])
         if capturing or worst > arena.limit_chunks:
@@ -316,21 +317,9 @@ def _launch_ready(
     pool.append(call)
 
 
-def batches(updates: Sequence[Update], limit_chunks: int) -> Iterator[list[int]]:
-    """Numbers of the updates that one launch takes: a launch's worst case stays within half of the
-    arena's limit, so that the next one need not wait for it; what is larger goes alone, in pieces.
-    """
-    batch: list[int] = []
-    chunks = 0
-    for number, update in enumerate(updates):
-        worst = _worst_chunks(update)
-        if batch and (len(batch) == jit.MOST_STEPS or (chunks + worst) * 2 > limit_chunks):
-            yield batch
-            batch, chunks = [], 0
-        batch.append(number)
-        chunks += worst
-    if batch:
-        yield batch
+def step_batches(updates: Sequence[Update], limit_chunks: int) -> Iterator[list[int]]:
+    """Numbers of the updates that one launch takes (``codec.batches``)."""
+    return batches([_worst_chunks(update) for update in updates], limit_chunks, jit.MOST_STEPS)
 
 
 def _payloads(update: Update, device: int) -> ctypes.Array[jit.Args]:

@@ -44,6 +44,7 @@ LAUNCH: dict[str, LaunchConfig] = {
     "pooled_encode": LaunchConfig(8, 3, 2, any_warps=True),
     "pooled_decode": LaunchConfig(8, 5, 4, any_warps=True),
     # By reasoning: the same work a warp.
+    "pooled_encode_list": LaunchConfig(8, 3, 2),
     "pooled_decode_list": LaunchConfig(8, 5, 4),
     "pooled_needs": LaunchConfig(4),
     "fixed_encode": LaunchConfig(8, 4, 3),
@@ -53,6 +54,7 @@ LAUNCH: dict[str, LaunchConfig] = {
     # By reasoning: the most warps, in steps of 8, whose 80 registers squeeze nothing out.
     "muon_step": LaunchConfig(12, 2, 1, any_warps=True),
     "select_book": LaunchConfig(32),
+    "select_books": LaunchConfig(32),
     "sweep_chunks": LaunchConfig(8),
     "grow_arena": LaunchConfig(8),
 }

@@ -1,4 +1,4 @@
-"""Many tensors decoded in few launches on CUDA: the bits of each, and nothing beside them."""
+"""Many tensors encoded or decoded in few launches on CUDA: the bits of each, and no others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import inputs
 import lct
 from inputs import ALL_DTYPES, dtype_id
 from lct import ops
+from lct.backends.cuda import arena as arenas
 from lct.backends.cuda import jit
 from lct.dtypes import DTYPES, UPCAST, DType
-from lct.tensor import decode_all
+from lct.tensor import decode_all, encode_all
 from training import assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -174,6 +175,115 @@ def test_one_launch_for_tensors_of_a_dtype(monkeypatch: pytest.MonkeyPatch) -> N
     decode_into(made, outs)
     assert len(launches) == 1
     outs.check(made)
+
+
+Encodes = tuple[list[torch.Tensor], list[int], list[bool]]
+
+
+def encodes(count: int, dtypes: Sequence[DType], seed: int = 0) -> Encodes:
+    """What ``encode_all`` takes: tensors of all sizes, capacities and kinds of values in turn."""
+    made = tensors(count, dtypes, seed)
+    capacities = [CAPACITIES[k % len(CAPACITIES)] for k in range(count)]
+    words = [c if isinstance(c, int) else 748 + 4 * k for k, c in enumerate(capacities)]
+    return (
+        [dense for dense, _ in made],
+        words,
+        [dtypes[k % len(dtypes)] is UPCAST for k in range(count)],
+    )
+
+
+def check_encodes(todo: Encodes, made: Sequence[lct.CompressedTensor], what: str = "") -> None:
+    """The canonical bytes are those of an encode alone, and of the one on the CPU."""
+    for k, (dense, words, upcast, one) in enumerate(zip(*todo, made, strict=True)):
+        alone = lct.encode(dense, capacity=words, upcast=upcast)
+        on_cpu = lct.encode(dense.cpu(), capacity=words, upcast=upcast)
+        expected = on_cpu.canonical_bytes()
+        assert one.canonical_bytes() == alone.canonical_bytes() == expected, f"{what} tensor {k}"
+        assert_same_bits(dense, lct.decode(one), f"{what} tensor {k}")
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 16, 17, 40])
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_id)
+def test_any_number_of_encodes(dtype: DType, count: int) -> None:
+    for turn in range(2):  # other values in calls that stand ready
+        todo = encodes(count, [dtype], seed=50 * turn)
+        check_encodes(todo, encode_all(*todo), f"turn {turn}")
+
+
+def test_encodes_of_all_dtypes_in_turn() -> None:
+    todo = encodes(40, ALL_DTYPES)
+    check_encodes(todo, encode_all(*todo))
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_id)
+def test_encodes_of_hostile_inputs(dtype: DType) -> None:
+    dense = [inputs.to_torch(v, dtype).to(DEVICE) for v in inputs.hostile(dtype).values()]
+    for capacity in (748, 2112):
+        todo = dense, [capacity] * len(dense), [dtype is UPCAST] * len(dense)
+        check_encodes(todo, encode_all(*todo), f"capacity {capacity}")
+
+
+def test_encodes_off_alignment() -> None:
+    buffer = torch.randn(40_000, device=DEVICE).bfloat16()
+    dense = [buffer[k : k + 17_000] for k in (0, 1, 8, 3)]
+    todo = dense, [748] * 4, [False] * 4
+    check_encodes(todo, encode_all(*todo))
+
+
+def test_encodes_larger_than_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches take what half of its limit covers; larger tensors go alone, in pieces."""
+    arena = arenas.of(torch.cuda.current_device())
+    monkeypatch.setattr(arena, "limit_chunks", 9)
+    sizes = (8192 * 3, 8192 * 2, 8192 * 30, 8192, 100, 8192 * 5)
+    dense = [inputs.to_torch(inputs.random_bits(BF16, n, n), BF16).to(DEVICE) for n in sizes]
+    todo = dense, [748] * len(dense), [False] * len(dense)
+    check_encodes(todo, encode_all(*todo))
+
+
+def test_encodes_are_captured() -> None:
+    todo = encodes(9, [BF16])
+    encode_all(*todo)
+    lct.reserve_arena(4 << 20)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = encode_all(*todo)
+    for seed in range(3):
+        for k, dense in enumerate(todo[0]):
+            dense.copy_(inputs.to_torch(inputs.gaussian(BF16, dense.numel(), seed=seed + k), BF16))
+        graph.replay()
+        torch.cuda.synchronize()
+        for dense, one in zip(todo[0], made, strict=True):
+            assert_same_bits(dense, lct.decode(one))
+
+
+def test_dropped_encodes_give_their_chunks_back() -> None:
+    device = torch.device(DEVICE, torch.cuda.current_device())
+    before = ops.settle_arena(device)
+    dense = [
+        inputs.to_torch(inputs.random_bits(BF16, 90_000, k), BF16).to(DEVICE) for k in range(5)
+    ]
+    made = encode_all(dense, [748] * 5, [False] * 5)
+    assert ops.settle_arena(device) == before + 5 * 11
+    del made
+    assert ops.settle_arena(device) == before
+
+
+def test_two_launches_for_encodes_of_a_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    todo = (
+        [torch.randn(9000 * k, device=DEVICE).bfloat16() for k in range(1, 6)],
+        [748] * 5,
+        [False] * 5,
+    )
+    encode_all(*todo)
+    launches = []
+    launch = jit.Call.launch
+    monkeypatch.setattr(
+        jit.Call, "launch", lambda call, stream: (launches.append(call), launch(call, stream))
+    )
+    made = encode_all(*todo)
+    assert len(launches) == 2, "the search for the books, and the encode"
+    check_encodes(todo, made)
 
 
 def test_graph_capture_replays() -> None:

@@ -1,0 +1,272 @@
+"""What ``compress_activations`` keeps: one storage a save, in batches of them.
+
+A storage is dense until its batch is encoded, compressed until backward asks for it, and handed
+over to the last consumer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..tensor import CompressedTensor, decode_all, encode_all
+from .bits import PackedBits, pack_bits
+from .sites import SaveSite
+
+# Decoded storages that wait for their other consumers (k and q, after v) may take this much.
+SHARED_DECODED_BYTES = 256 << 20
+
+
+class StoredSave:
+    """One storage, compressed or waiting for that; owned by the graph's nodes through ``_Saved``.
+
+    ``shape``, ``stride``: of the decoded tensor, which begins where the storage does.
+    """
+
+    __slots__ = (
+        *("__weakref__", "batch", "content", "decoded", "profile", "shape", "site", "source"),
+        *("size_bytes", "stream", "stride", "upcast", "version", "waiting"),
+    )
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        upcast: bool,
+        source: torch.UntypedStorage,
+        stream: int,
+        site: SaveSite,
+        profile: bool,
+    ) -> None:
+        # Dense until it is encoded.
+        self.content: torch.Tensor | CompressedTensor | PackedBits | _Handed = flat
+        self.upcast = upcast
+        self.shape, self.stride = flat.shape, flat.stride()
+        self.source = weakref.ref(source)
+        self.size_bytes = source.nbytes()
+        self.stream = stream
+        self.site = site
+        self.profile = profile
+        self.batch: SaveBatch | None = None
+        self.waiting = 0  # saves that backward has not asked for yet
+        self.decoded: torch.Tensor | None = None
+        self.version = 0
+
+    def waits_for_encode(self) -> bool:
+        """Whether it is dense and may be encoded; not where its storage was emptied since."""
+        content = self.content
+        if not isinstance(content, torch.Tensor):
+            return False
+        return content.untyped_storage().nbytes() == self.size_bytes
+
+    def values(self, shared: bool) -> torch.Tensor:
+        """The storage's values, flat or as they lay; kept for other consumers where ``shared``."""
+        with decoded_saves.lock:
+            flat = self.decoded
+            # A consumer that wrote into its copy has spoilt it for the others.
+            if flat is not None and (flat._version != self.version or not self._same_stream(flat)):
+                flat = None
+            elif not shared:
+                decoded_saves.forget(self)
+        if flat is None:
+            flat = self._decode()
+            if shared:
+                decoded_saves.keep(self, flat)
+        if not shared and not torch._C._autograd._get_current_graph_task_keep_graph():
+            # The last consumer has it, and the graph is freed as it goes: holding the payload too
+            # would raise the peak above the dense run's where backward begins.
+            self.content = _Handed(flat, flat._version)
+        return flat
+
+    def _decode(self) -> torch.Tensor:
+        content = self.content
+        if isinstance(content, torch.Tensor):
+            return content
+        if isinstance(content, _Handed):
+            return content.decode()
+        if self.batch is not None and self._same_stream(content.payload):
+            return self._decode_batch(self.batch)
+        self.site.decoded += 1
+        if not self.profile:
+            return content.decode()
+        started = time_when_done(content.payload)
+        flat = content.decode()
+        self.site.decode_seconds += time_when_done(flat) - started
+        return flat
+
+    def _decode_batch(self, batch: SaveBatch) -> torch.Tensor:
+        """Its own values; those of the others wait for backward to ask."""
+        with decoded_saves.lock:
+            others = [stored for stored in batch.compressed() if stored is not self]
+            saves = [self, *others]
+            contents: list[Any] = [stored.content for stored in saves]
+            try:
+                flats = decode_all(contents)
+            except torch.OutOfMemoryError:  # there may be room for one
+                del saves[1:]
+                flats = decode_all(contents[:1])
+            for stored, flat in zip(saves, flats, strict=True):
+                stored.site.decoded += 1
+                if stored is not self:
+                    decoded_saves.keep(stored, flat)
+        return flats[0]
+
+    def _same_stream(self, flat: torch.Tensor) -> bool:
+        # Memory of one stream must not be read on another without waiting.
+        return not flat.is_cuda or stream_of(flat) == self.stream
+
+
+@dataclass(slots=True)
+class _Handed:
+    """In place of a payload: the values that the last consumer of a graph has got.
+
+    A Function of a user's may ask for its saved tensors more than once.
+    """
+
+    values: torch.Tensor
+    version: int
+
+    def decode(self) -> torch.Tensor:
+        current = self.values._version
+        if current != self.version:
+            raise changed_error(self.values.dtype, self.values.shape, self.version, current)
+        return self.values
+
+
+class SaveBatch:
+    """Saves that are encoded together, and decoded together when backward asks for the first.
+
+    An encode or a decode of a few MiB costs the host as much as one of many, and fills a GPU for a
+    part of its time. All are of one stream. From its save to the batch's encode a tensor is alive
+    as it is.
+    """
+
+    __slots__ = ("device", "refs", "size_bytes", "stream")
+
+    def __init__(self, device: torch.device, stream: int) -> None:
+        self.device = device
+        self.stream = stream
+        self.refs: list[weakref.ref[StoredSave]] = []
+        self.size_bytes = 0
+
+    def add(self, ref: weakref.ref[StoredSave], stored: StoredSave, size_bytes: int) -> None:
+        """``stored``, to which ``ref`` refers, joins."""
+        self.refs.append(ref)
+        self.size_bytes += size_bytes
+        stored.batch = self
+
+    def encode(self) -> None:
+        """Encode those that still wait, on the stream on which they were saved."""
+        waiting = [stored for stored in self._alive() if stored.waits_for_encode()]
+        if not waiting:
+            return
+        if self.device.type != "cuda" or _raw_stream(self.device.index) == self.stream:
+            encode_saves(waiting)
+            return
+        default = torch.cuda.default_stream(self.device)
+        if self.stream == default.cuda_stream:
+            stream: torch.cuda.Stream = default
+        else:
+            stream = torch.cuda.ExternalStream(self.stream, device=self.device)
+        with torch.cuda.stream(stream):
+            encode_saves(waiting)
+
+    def compressed(self) -> list[StoredSave]:
+        """Those that backward will ask for and that are not decoded."""
+        return [
+            stored
+            for stored in self._alive()
+            if stored.waiting > 0
+            and stored.decoded is None
+            and isinstance(stored.content, CompressedTensor)
+        ]
+
+    def _alive(self) -> Iterator[StoredSave]:
+        for ref in self.refs:
+            stored = ref()
+            if stored is not None:
+                yield stored
+
+
+def encode_saves(saves: Sequence[StoredSave]) -> None:
+    """Encode what each of ``saves``, of one device, holds dense."""
+    flats: list[Any] = [stored.content for stored in saves]
+    contents: Sequence[CompressedTensor | PackedBits]
+    if flats[0].dtype == torch.bool:
+        contents = [pack_bits(flat) for flat in flats]
+    else:
+        capacities = [stored.site.room.words for stored in saves]
+        contents = encode_all(flats, capacities, [stored.upcast for stored in saves])
+    for stored, content in zip(saves, contents, strict=True):
+        stored.content = content
+        stored.site.stored_bytes += content.payload.nbytes
+
+
+class _Decoded:
+    """Decoded storages with consumers left, oldest first, within a limit of bytes."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # each device has a backward thread of its own
+        self.entries: OrderedDict[int, weakref.ref[StoredSave]] = OrderedDict()
+        self.size_bytes = 0
+
+    def keep(self, stored: StoredSave, flat: torch.Tensor) -> None:
+        with self.lock:
+            self.forget(stored)
+            stored.decoded, stored.version = flat, flat._version
+            self.entries[id(stored)] = weakref.ref(stored)
+            self.size_bytes += flat.nbytes
+            while self.size_bytes > SHARED_DECODED_BYTES and len(self.entries) > 1:
+                oldest = next(iter(self.entries.values()))()
+                assert oldest is not None, "what dies forgets itself before"
+                self.forget(oldest)
+
+    def forget(self, stored: StoredSave) -> None:
+        with self.lock:
+            if stored.decoded is not None:
+                self.size_bytes -= stored.decoded.nbytes
+                del self.entries[id(stored)]
+                stored.decoded = None
+
+
+decoded_saves = _Decoded()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of the current device is being captured into a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def stream_of(tensor: torch.Tensor) -> int:
+    """The current stream of a CUDA tensor's device, as the driver's handle."""
+    return _raw_stream(tensor.get_device())
+
+
+def _raw_stream(device: int) -> int:
+    # torch.cuda.current_stream makes two objects to say the same.
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def time_when_done(tensor: torch.Tensor) -> float:
+    """Seconds, when the device has done what was asked of it."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
+
+
+def changed_error(dtype: torch.dtype, shape: torch.Size, saved: int, current: int) -> RuntimeError:
+    """Autograd's error for a saved tensor that was changed, which it raises where there are no
+    hooks.
+    """
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{dtype} {list(shape)}] is at version {current}; expected version {saved} "
+        "instead. Hint: enable anomaly detection to find the operation that failed to compute its "
+        "gradient, with torch.autograd.set_detect_anomaly(True)."
+    )

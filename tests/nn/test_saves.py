@@ -1,0 +1,282 @@
+"""Saved activations that are encoded and decoded together: when, and that nothing is lost.
+
+On the CPU, where batches are switched on; tests/nn/test_training_gpu.py has them on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import lct
+from lct.errors import ArenaExhaustedError
+from lct.nn import activations, saves
+from lct.nn.room import Room
+from lct.tensor import live_tensors
+from training import BF16, assert_same_bits, store_small_tensors
+
+SHAPE = 64, 64
+SIZE = 64 * 64 * 2
+
+
+class Counts:
+    """How many tensors each call of ``encode_all`` and of ``decode_all`` took."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.encodes: list[int] = []
+        self.decodes: list[int] = []
+        self.failures = 0  # calls that find no room
+        encode_all, decode_all = saves.encode_all, saves.decode_all
+
+        def count_encodes(tensors: Sequence[Any], *rest: Any) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise ArenaExhaustedError("no memory; nothing was overwritten")
+            self.encodes.append(len(tensors))
+            return encode_all(tensors, *rest)
+
+        def count_decodes(tensors: Sequence[Any]) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise torch.OutOfMemoryError("no memory")
+            self.decodes.append(len(tensors))
+            return decode_all(tensors)
+
+        monkeypatch.setattr(saves, "encode_all", count_encodes)
+        monkeypatch.setattr(saves, "decode_all", count_decodes)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """Batches on the CPU, of any share of what a block saves."""
+    store_small_tensors(monkeypatch)
+    monkeypatch.setattr(activations, "launches_kernels", lambda device: True)
+    monkeypatch.setattr(activations, "BATCH_SHARE", 1e9)
+    return Counts(monkeypatch)
+
+
+def leaf() -> torch.Tensor:
+    return torch.randn(SHAPE).to(BF16).requires_grad_()
+
+
+def chain(x: torch.Tensor, length: int = 4) -> torch.Tensor:
+    """Every sine saves its input, which the one before has made; ``x * 1`` saves nothing."""
+    x = x * 1
+    for _ in range(length):
+        x = x.sin()
+    return x
+
+
+def gradient(x: torch.Tensor, length: int = 4) -> torch.Tensor:
+    """Without LCT."""
+    (grad,) = torch.autograd.grad(chain(x, length).sum(), x)
+    return grad
+
+
+def test_a_block_is_encoded_and_decoded_at_once(counts: Counts) -> None:
+    x = leaf()
+    expected = gradient(x)
+    before = len(live_tensors())
+    with lct.compress_activations() as saved:
+        out = chain(x)
+        assert counts.encodes == [] and len(live_tensors()) == before
+    assert counts.encodes == [4] and len(live_tensors()) == before + 4
+    assert saved.encoded == 4 and saved.dense_bytes == 4 * SIZE
+    assert 0 < saved.stored_bytes < saved.dense_bytes
+    out.sum().backward()
+    assert counts.decodes == [4]
+    assert x.grad is not None
+    assert_same_bits(expected, x.grad)
+    assert sum(site.decoded for site in saved.sites) == 4
+    assert len(live_tensors()) == before
+    assert not saves.decoded_saves.entries and not saves.decoded_saves.size_bytes
+
+
+def test_a_full_batch_is_encoded(counts: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "save_batch_bytes", lambda: 3 * SIZE)
+    x = leaf()
+    with lct.compress_activations():
+        out = chain(x, 8)
+        assert counts.encodes == [3, 3]
+    assert counts.encodes == [3, 3, 2]
+    expected = gradient(x, 8)
+    out.sum().backward()
+    assert counts.decodes == [2, 3, 3]
+    assert x.grad is not None
+    assert_same_bits(expected, x.grad)
+
+
+def test_a_share_of_what_is_saved_waits(counts: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the block has saved so far, or the one before."""
+    monkeypatch.setattr(activations, "BATCH_SHARE", 1 / 4)
+    monkeypatch.setattr(activations, "_last", None)
+    x = leaf()
+    with lct.compress_activations():
+        out = chain(x, 12)
+    assert counts.encodes == [1, 1, 1, 1, 1, 1, 2, 2, 2]
+    counts.encodes.clear()
+    with lct.compress_activations():
+        out = chain(x, 12)
+    assert counts.encodes == [3, 3, 3, 3]
+    del out
+
+
+@pytest.mark.parametrize("reason", ["larger than a batch", "LCT_SAVE_BATCH_MIB=0", "profile"])
+def test_what_is_encoded_alone(
+    reason: str, counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason == "larger than a batch":
+        monkeypatch.setattr(activations, "save_batch_bytes", lambda: SIZE - 1)
+    elif reason != "profile":
+        monkeypatch.setenv("LCT_SAVE_BATCH_MIB", "0")
+    with lct.compress_activations(profile=reason == "profile"):
+        out = chain(leaf())
+        assert counts.encodes == [1, 1, 1, 1]
+    out.sum().backward()
+    assert counts.decodes == []
+
+
+def test_the_cpu_has_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    store_small_tensors(monkeypatch)
+    counts = Counts(monkeypatch)
+    with lct.compress_activations():
+        chain(leaf())
+    assert counts.encodes == [1, 1, 1, 1]
+
+
+def test_backward_within_the_block_gets_what_waits(counts: Counts) -> None:
+    x = leaf()
+    with lct.compress_activations():
+        chain(x).sum().backward()
+    assert counts.encodes == counts.decodes == []
+    assert x.grad is not None
+    assert_same_bits(gradient(x), x.grad)
+
+
+def test_a_dropped_graph_is_not_encoded(counts: Counts) -> None:
+    with lct.compress_activations():
+        out = chain(leaf())
+        kept = out * 2  # saves nothing
+        del out, kept
+    assert counts.encodes == []
+
+
+def test_the_graph_alone_keeps_what_waits(counts: Counts) -> None:
+    """No cycle: without the collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        with lct.compress_activations():
+            x = leaf() * 1
+            storage = weakref.ref(x.untyped_storage())
+            out = x.sin()
+            del x
+            assert storage() is not None
+            del out
+            assert storage() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_in_the_block_encodes_nothing(counts: Counts) -> None:
+    x = leaf()
+    with pytest.raises(KeyError), lct.compress_activations():
+        out = chain(x)
+        raise KeyError
+    assert counts.encodes == []
+    out.sum().backward()
+    assert x.grad is not None
+    assert_same_bits(gradient(x), x.grad)
+
+
+@pytest.mark.parametrize("when", ["while it waits", "after its encode"])
+def test_a_change_in_place_is_an_error(when: str, counts: Counts) -> None:
+    x = leaf() * 1
+    with lct.compress_activations():
+        out = x.sin().cos()
+        if when == "while it waits":
+            x.add_(1)
+    if when == "after its encode":
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_storage_that_is_emptied_stays_as_it_is(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sharded training does with what it gathers again for backward."""
+    # Torch resizes no storage that NumPy has seen.
+    monkeypatch.setattr(Room, "look", lambda *_: None)
+    x = leaf() * 1
+    values = x.detach().clone()
+    with lct.compress_activations():
+        out = x.sin()
+        x.untyped_storage().resize_(0)
+    assert counts.encodes == []
+    x.untyped_storage().resize_(SIZE)
+    x.data.copy_(values)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert_same_bits(values.cos(), grad)
+
+
+def test_where_there_is_no_room_what_waits_stays_dense(counts: Counts) -> None:
+    x = leaf()
+    counts.failures = 1
+    with pytest.raises(ArenaExhaustedError), lct.compress_activations():
+        out = chain(x)
+    out.sum().backward()
+    assert x.grad is not None
+    assert_same_bits(gradient(x), x.grad)
+
+
+def test_where_there_is_no_room_for_all_one_is_decoded(counts: Counts) -> None:
+    x = leaf()
+    with lct.compress_activations():
+        out = chain(x)
+    counts.failures = 1
+    out.sum().backward()
+    assert counts.decodes == [1, 3]
+    assert x.grad is not None
+    assert_same_bits(gradient(x), x.grad)
+
+
+def test_a_graph_that_is_kept_may_be_asked_again(counts: Counts) -> None:
+    x = leaf()
+    with lct.compress_activations():
+        out = chain(x).sum()
+    grads = [torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2)]
+    grads += torch.autograd.grad(out, x)
+    for grad in grads:
+        assert_same_bits(gradient(x), grad)
+    del out
+    assert not saves.decoded_saves.entries
+
+
+def test_what_waits_decoded_stays_within_its_limit(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saves, "SHARED_DECODED_BYTES", 2 * SIZE)
+    x = leaf()
+    with lct.compress_activations():
+        out = chain(x, 8)
+    out.sum().backward()
+    assert x.grad is not None
+    assert_same_bits(gradient(x, 8), x.grad)
+    assert not saves.decoded_saves.entries and not saves.decoded_saves.size_bytes
+
+
+def test_what_no_gradient_needs_is_let_go(counts: Counts) -> None:
+    """Its batch is decoded for another one's sake."""
+    x, y = leaf(), leaf()
+    with lct.compress_activations():
+        one, other = chain(x), chain(y)
+    one.sum().backward()
+    assert saves.decoded_saves.size_bytes == 4 * SIZE, "the other graph may still ask"
+    del other
+    assert not saves.decoded_saves.entries and not saves.decoded_saves.size_bytes
