@@ -292,15 +292,14 @@ def book_name(stored: Stored) -> str:
 
 def arena_report() -> dict[str, dict[str, int]]:
     """Reserved bytes, used chunks and their bytes, chunks ever taken, by device. Synchronises."""
-    if "lct.backends.cuda" not in sys.modules:
-        return {}
     report = {}
-    for device, arena in _cuda().arena.existing().items():
+    for device in arena_devices():
+        arena = _cuda().arena.of(device.index)
         arena.check()
         arena.collect()
         counters = arena.counters()
-        used = arena.total_chunks - counters.free_chunks
-        report[f"cuda:{device}"] = {
+        used = counters.used_chunks
+        report[str(device)] = {
             "reserved_bytes": arena.reserved_bytes,
             "used_chunks": used,
             "used_bytes": used * CHUNK_BYTES,
@@ -312,6 +311,26 @@ def arena_report() -> dict[str, dict[str, int]]:
 def arena_used_chunks(device: torch.device) -> int:
     """Chunks of the arena of ``device`` in use, as the host last heard. Asks nothing."""
     return _cuda().arena.of(device.index).known_used_chunks()
+
+
+def arena_taken_chunks(device: torch.device) -> int:
+    """Chunks ever taken of the arena of ``device``, modulo 2³², as the host last heard. Asks
+    nothing.
+    """
+    return _cuda().arena.of(device.index).known_taken_chunks()
+
+
+def arena_devices() -> list[torch.device]:
+    """CUDA devices that have an arena: those on which something was compressed."""
+    if "lct.backends.cuda" not in sys.modules:
+        return []
+    return [torch.device("cuda", device) for device in _cuda().arena.existing()]
+
+
+def trim_arenas() -> None:
+    """Let the arenas of all devices give back memory that is not needed. Does not wait for them."""
+    for device in arena_devices():
+        _cuda().arena.of(device.index).trim()
 
 
 def settle_arena(device: torch.device) -> int:

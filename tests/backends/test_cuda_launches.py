@@ -47,6 +47,9 @@ class Arena:
     def launched(self) -> None:
         pass
 
+    def note_capture(self) -> None:
+        pass
+
 
 class Held:
     def __init__(self, arena: Arena) -> None:

@@ -20,8 +20,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..config import save_batch_bytes
-from ..ops import launches_kernels
+from ..ops import arena_devices, launches_kernels, trim_arenas
 from ..text import text_table
+from .room import heard_of_spills
 from .saves import (
     SaveBatch,
     StoredSave,
@@ -409,14 +410,17 @@ def compress_activations(
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if outer is not None:
         _check_outer(outer[0])
-    saved = getattr(outer[0], "__self__", None) if outer is not None else None
-    if not isinstance(saved, SavedActivations):
-        saved = SavedActivations(profile, min_bytes)
+    around = getattr(outer[0], "__self__", None) if outer is not None else None
+    saved = around if isinstance(around, SavedActivations) else SavedActivations(profile, min_bytes)
     global _last
     _last = saved
     with saved_tensors_hooks(saved.pack, _unpack):
         yield saved
     saved.flush()
+    if saved is not around:
+        trim_arenas()
+        for device in arena_devices():
+            heard_of_spills(device, saved.stored_bytes)
 
 
 def _check_outer(pack: Any) -> None:

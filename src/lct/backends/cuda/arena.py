@@ -7,6 +7,9 @@ could not be stored. The host learns what finished launches really took from a c
 that it never waits for in the common case. During CUDA graph capture the host cannot step in:
 kernels take credit on the device, and a group that finds none stays as it was and is counted
 (``check``).
+
+The arena grows for what spills, and what has not been needed for a while goes back to torch's
+allocator (``trim``): the device closes segments, and the host hears of it as of all else.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from . import jit
 
 SEGMENT_CHUNKS = 512
 MAX_CHUNKS = 1 << 20  # 8 GiB of spilled exponents; references have 24 bits
-CONTROL = struct.Struct("<iIIII12xQQ")  # mirrors struct Arena in arena.cuh
+_SEGMENT_WORDS = SEGMENT_CHUNKS // 32  # of the bitmap; close.cu has a lane for each
+CONTROL = struct.Struct("<iIIIII8xQQ")  # mirrors struct Arena in arena.cuh
 _CONTROL_BYTES = 64
 _BITMAP_BYTES = MAX_CHUNKS // 8
 _FAILED_OFFSET = 4  # of failed_groups in the control block
@@ -37,7 +41,10 @@ _SEGMENTS_BYTES = MAX_CHUNKS // SEGMENT_CHUNKS * 8
 _CHECKPOINT_LAUNCHES = 16
 # The serial numbers of the chunks' owners stand behind the chunks (chunk_owner in arena.cuh).
 SEGMENT_BYTES = SEGMENT_CHUNKS * (CHUNK_BYTES + 4)
+# A sweep comes when so many payloads are gone; the second where more is in use than the arena
+# ordinarily holds, so that what is taken for long finds room in the segments that stay.
 _SWEEP_PAYLOADS = 4096
+_SWEEP_PAYLOADS_OF_MANY = 256
 _BF16 = DTYPES["bfloat16"]
 
 
@@ -48,6 +55,18 @@ class Counters:
     free_chunks: int
     failed_groups: int
     taken_total: int
+    total_chunks: int  # in open segments
+
+    @property
+    def used_chunks(self) -> int:
+        """Chunks in use then, those of payloads that are gone included until a sweep."""
+        return self.total_chunks - self.free_chunks
+
+
+def _counters(free: int, failed: int, taken: int, bitmap_words: int) -> Counters:
+    # A bitmap without segments has a word too, which is full.
+    total = bitmap_words // _SEGMENT_WORDS * SEGMENT_CHUNKS
+    return Counters(free, failed & 0xFFFFFFFF, taken & 0xFFFFFFFF, total)
 
 
 class _Snapshot:
@@ -89,8 +108,7 @@ class _Snapshot:
 
     def counters(self) -> Counters:
         """What was copied."""
-        free, failed, taken = self._values[:3].tolist()
-        return Counters(free, failed & 0xFFFFFFFF, taken & 0xFFFFFFFF)
+        return _counters(*self._values.tolist())
 
 
 @dataclass
@@ -98,7 +116,7 @@ class _Checkpoint:
     snapshot: _Snapshot
     debited: int  # worst-case chunks of the launches since the checkpoint before
     sequence: int  # number of the last launch that it covers
-    total_chunks: int  # of the arena then
+    closes: bool  # whether it follows the launch that closes segments
 
 
 class Arena:
@@ -108,7 +126,9 @@ class Arena:
         self.device = device
         device_bytes = torch.cuda.get_device_properties(device).total_memory
         self.limit_chunks = max(1, arena_limit_bytes(device_bytes) // CHUNK_BYTES)
+        # Those that are open, and those of which the host has not heard that they are closed.
         self.segments: list[torch.Tensor] = []
+        self._reserved_chunks = 0  # that the user asked for
         self._lock = threading.RLock()
         self._control = torch.zeros(
             _CONTROL_BYTES + _BITMAP_BYTES + _SEGMENTS_BYTES,
@@ -119,10 +139,17 @@ class Arena:
         self.pointer = self._control.data_ptr()
         segment_shift = SEGMENT_CHUNKS.bit_length() - 1
         bitmap = self.pointer + _CONTROL_BYTES
-        head = CONTROL.pack(0, 0, 0, 1, segment_shift, bitmap + _BITMAP_BYTES, bitmap)
+        home_words = self._least_segments() * _SEGMENT_WORDS
+        tables = bitmap + _BITMAP_BYTES, bitmap
+        head = CONTROL.pack(0, 0, 0, 1, segment_shift, home_words, *tables)
         self._control[: CONTROL.size].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         torch.cuda.current_stream(device).synchronize()
-        self._known = Counters(0, 0, 0)
+        self._known = Counters(0, 0, 0, 0)
+        self._free = 0  # chunks that launches in flight and those to come may take
+        # What ``_free`` is at most while the host has not heard how many segments a trim closed.
+        self._closing: int | None = None
+        self._most_used = 0  # chunks in use, as heard since the last trim
+        self._captured = False
         self._uncovered = 0
         self._debited = 0  # of the checkpoints that have not been read
         self._launches_since = 0
@@ -137,7 +164,7 @@ class Arena:
 
     @property
     def total_chunks(self) -> int:
-        """Chunks in all segments."""
+        """Chunks in all segments that are held."""
         return len(self.segments) * SEGMENT_CHUNKS
 
     @property
@@ -148,8 +175,7 @@ class Arena:
     def counters(self) -> Counters:
         """The device's counters now. Synchronises."""
         head = bytes(self._control[: CONTROL.size].cpu().numpy())
-        free, failed, taken, _, _, _, _ = CONTROL.unpack(head)
-        return Counters(free, failed, taken)
+        return _counters(*CONTROL.unpack(head)[:4])
 
     # ---- credit ------------------------------------------------------------------------------
 
@@ -176,15 +202,12 @@ class Arena:
                 self._change_stream(stream)
             self._stream = stream
             self._raise_failures(self._known.failed_groups)
-            if self._in_flight() + chunks > self._known.free_chunks:
+            if self._in_flight() + chunks > self._free:
                 self._find_credit(chunks)
 
     def launched(self) -> None:
         """Call after the launch: now and then notes a point at which to read the counters."""
-        if (
-            self._launches_since >= _CHECKPOINT_LAUNCHES
-            or self._uncovered * 4 > self._known.free_chunks
-        ):
+        if self._launches_since >= _CHECKPOINT_LAUNCHES or self._uncovered * 4 > self._free:
             with self._lock:
                 self._poll()
                 self._checkpoint()
@@ -201,25 +224,34 @@ class Arena:
         gone or chunks are short, and where nothing ever spilled there is nothing to sweep.
         """
         self._gone.append((serial, last_launch))
-        if len(self._gone) >= _SWEEP_PAYLOADS:
+        if len(self._gone) >= self._most_gone():
             with self._lock:
                 self._poll()
-                if len(self._gone) >= _SWEEP_PAYLOADS:
+                if len(self._gone) >= self._most_gone():
                     self.collect()
 
+    def _most_gone(self) -> int:
+        many = self._known.used_chunks > self.limit_chunks
+        return _SWEEP_PAYLOADS_OF_MANY if many else _SWEEP_PAYLOADS
+
     def collect(self) -> None:
-        """Give back the chunks of payloads that are gone, in the order of the arena's stream."""
+        """Give back the chunks of payloads that are gone, in the order of the arena's stream.
+
+        Does not wait for the device. Does nothing while a graph is captured.
+        """
         with self._lock:
+            if torch.cuda.is_current_stream_capturing():
+                return
             # More may go while this runs (garbage collection, other threads): take what is there.
             serials = sorted(self._gone.popleft()[0] for _ in range(len(self._gone)))
-            if not serials or not self.segments or torch.cuda.is_current_stream_capturing():
+            if not serials or not self.segments:
                 return
-            numbers = torch.tensor(serials, dtype=torch.int64).to(torch.int32)
-            stream = self._stream if self._stream is not None else self._current_stream()
+            stream = self._arena_stream()
             with torch.cuda.stream(self._torch_stream(stream)):
-                gone = numbers.to(torch.device("cuda", self.device))
+                # From pageable memory the copy would wait for all that the stream has to do.
+                numbers = torch.tensor(serials, dtype=torch.uint32, pin_memory=True)
+                gone = numbers.to(torch.device("cuda", self.device), non_blocking=True)
                 args = jit.Args(dense=gone.data_ptr(), arena=self.pointer, capacity=len(serials))
-                args.end_group = self.total_chunks
                 kernel = jit.load("sweep_chunks", PRESETS["pooled"], _BF16, self.device)
                 blocks = jit.ceil_div(self.total_chunks, kernel.warps * 32)
                 jit.Call(kernel, args, blocks, kernel.warps).launch(stream)
@@ -227,43 +259,49 @@ class Arena:
             self._launches_since += 1
             self._sequence += 1
 
-    def _current_stream(self) -> int:
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+    def _arena_stream(self) -> int:
+        if self._stream is None:
+            return int(torch.cuda.current_stream(self.device).cuda_stream)
+        return self._stream
 
     def _in_flight(self) -> int:
         return self._uncovered + self._debited
 
     def _find_credit(self, chunks: int) -> None:
         self._poll()
-        if self._in_flight() + chunks <= self._known.free_chunks:
+        if self._in_flight() + chunks <= self._free:
             return
         if self._known.taken_total:
             self.collect()
-        missing = self._in_flight() + chunks - self._known.free_chunks
+        missing = self._in_flight() + chunks - self._free
         room = self.limit_chunks - self.total_chunks
-        if missing <= room or not self._in_flight():
+        waits = self._in_flight() or self._closing is not None
+        if missing <= room or not waits:
             self._grow(missing)
             return
         self._checkpoint()
-        while self._checkpoints and self._in_flight() + chunks > self._known.free_chunks:
-            self._checkpoints[0].snapshot.wait()
-            self._poll()
-        missing = self._in_flight() + chunks - self._known.free_chunks
+        while self._checkpoints and self._in_flight() + chunks > self._free:
+            self._hear()
+        missing = self._in_flight() + chunks - self._free
         if missing > 0:
             self._grow(missing)
 
     def _grow(self, chunks: int) -> None:
+        # The next segment gets the number of the first that is closed.
+        self._hear_of_trim()
         for _ in range(-(-chunks // SEGMENT_CHUNKS)):
             if self.total_chunks + SEGMENT_CHUNKS > MAX_CHUNKS:
                 raise ArenaExhaustedError(
                     f"the arena holds at most {MAX_CHUNKS} chunks; nothing was overwritten"
                 )
+            stream = self._arena_stream()
             try:
-                segment = torch.empty(
-                    SEGMENT_BYTES,
-                    dtype=torch.uint8,
-                    device=torch.device("cuda", self.device),
-                )
+                with torch.cuda.stream(self._torch_stream(stream)):
+                    segment = torch.empty(
+                        SEGMENT_BYTES,
+                        dtype=torch.uint8,
+                        device=torch.device("cuda", self.device),
+                    )
             except torch.cuda.OutOfMemoryError as error:
                 raise ArenaExhaustedError(
                     f"the overflow arena needs {chunks} more chunks of {CHUNK_BYTES} bytes and "
@@ -272,23 +310,79 @@ class Arena:
             args = jit.Args(dense=segment.data_ptr(), arena=self.pointer)
             args.first_group, args.end_group = len(self.segments), SEGMENT_CHUNKS
             kernel = jit.load("grow_arena", PRESETS["pooled"], _BF16, self.device)
-            stream = self._stream if self._stream is not None else self._current_stream()
             jit.Call(kernel, args, 1, kernel.warps).launch(stream)
             self.segments.append(segment)
-            self._known.free_chunks += SEGMENT_CHUNKS
+            self._free += SEGMENT_CHUNKS
 
     def reserve(self, size_bytes: int) -> None:
-        """Grow to at least ``size_bytes`` of chunks, for captured graphs."""
+        """Grow to at least ``size_bytes`` of chunks, for captured graphs; no trim undoes it."""
         with self._lock:
-            if self._stream is None:
-                self._stream = self._current_stream()
-            missing = -(-size_bytes // CHUNK_BYTES) - self.total_chunks
-            if missing > 0:
-                self._grow(missing)
+            self._stream = self._arena_stream()
+            self._hear_of_trim()
+            chunks = jit.ceil_div(size_bytes, CHUNK_BYTES)
+            if chunks > self.total_chunks:
+                self._grow(chunks - self.total_chunks)
+            self._reserved_chunks = max(self._reserved_chunks, chunks)
+
+    # ---- trimming ----------------------------------------------------------------------------
+
+    def trim(self) -> None:
+        """Give the segments that nothing has needed since the last call back to torch's allocator.
+
+        As many stay as the most chunks in use since then take, and the arena's limit beside them:
+        so the arena does not shrink and grow at each step. What was reserved stays too. A segment
+        goes only when no chunk in it and in those of higher numbers is in use.
+
+        Does not wait for the device: it closes them in the order of the arena's stream, and they
+        are given back when the host has heard how many. Does nothing while a graph is captured,
+        and nothing any more after a capture that used the arena: replays take chunks of which the
+        host knows nothing.
+        """
+        if self._captured or len(self.segments) <= self._least_segments():
+            return
+        with self._lock, torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                return
+            self._poll()
+            if self._closing is not None:
+                return
+            if self._known.used_chunks > SEGMENT_CHUNKS:
+                self.collect()
+            keep = self._least_segments(self._most_used)
+            self._most_used = 0
+            if keep < len(self.segments):
+                self._close(keep)
+
+    def _least_segments(self, used_chunks: int = 0) -> int:
+        """Segments that no trim closes where so many chunks are in use at most."""
+        chunks = max(used_chunks + self.limit_chunks, self._reserved_chunks)
+        return jit.ceil_div(chunks, SEGMENT_CHUNKS)
+
+    def _close(self, keep: int) -> None:
+        """Close the last segments but for the first ``keep``; some that are in use may stay too."""
+        args = jit.Args(arena=self.pointer, first_group=keep, end_group=SEGMENT_CHUNKS)
+        args.capacity = self.limit_chunks
+        kernel = jit.load("close_segments", PRESETS["pooled"], _BF16, self.device)
+        # When the device comes to it, launches before have taken what they take. At least the
+        # limit is free after it, or all that was: for those that are not admitted yet.
+        self._closing = self._in_flight() + self.limit_chunks
+        self._free = min(self._free, self._closing)
+        jit.Call(kernel, args, 1, kernel.warps).launch(self._arena_stream())
+        self._launches_since += 1
+        self._sequence += 1
+        self._checkpoint(closes=True)
+
+    def note_capture(self) -> None:
+        """Call when a launch is captured into a graph: from then on nothing is closed."""
+        self._captured = True
 
     def known_used_chunks(self) -> int:
         """Chunks in use as the host last heard: at most some launches ago. Asks nothing."""
-        return self.total_chunks - self._known.free_chunks
+        return self._known.used_chunks
+
+    def known_taken_chunks(self) -> int:
+        """Chunks ever taken, modulo 2³², as the host last heard. Asks nothing."""
+        return self._known.taken_total
 
     def settle(self) -> int:
         """Give back the chunks of payloads that are gone; chunks in use then. Synchronises."""
@@ -316,14 +410,12 @@ class Arena:
 
     # ---- checkpoints -------------------------------------------------------------------------
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, closes: bool = False) -> None:
         if not self._launches_since or self._stream is None:
             return
         snapshot = self._spare.pop() if self._spare else _Snapshot()
         snapshot.take(self.pointer, self._stream)
-        self._checkpoints.append(
-            _Checkpoint(snapshot, self._uncovered, self._sequence, self.total_chunks)
-        )
+        self._checkpoints.append(_Checkpoint(snapshot, self._uncovered, self._sequence, closes))
         self._debited += self._uncovered
         self._uncovered = self._launches_since = 0
 
@@ -332,12 +424,29 @@ class Arena:
             while self._checkpoints and self._checkpoints[0].snapshot.is_done():
                 done = self._checkpoints.popleft()
                 self._debited -= done.debited
-                self._known = done.snapshot.counters()
-                self._known.free_chunks += self.total_chunks - done.total_chunks
+                self._known = known = done.snapshot.counters()
                 self._spare.append(done.snapshot)
+                self._most_used = max(self._most_used, known.used_chunks)
+                if done.closes:
+                    del self.segments[known.total_chunks // SEGMENT_CHUNKS :]
+                    self._closing = None
+                # And what the arena has grown by since.
+                self._free = known.free_chunks + self.total_chunks - known.total_chunks
+                if self._closing is not None:
+                    self._closing -= done.debited
+                    self._free = min(self._free, self._closing)
                 if not self._known.taken_total:
                     while self._gone and self._gone[0][1] <= done.sequence:
                         self._gone.popleft()
+
+    def _hear(self) -> None:
+        """Wait for the first checkpoint, and take in what it says."""
+        self._checkpoints[0].snapshot.wait()
+        self._poll()
+
+    def _hear_of_trim(self) -> None:
+        while self._closing is not None:
+            self._hear()
 
     def _change_stream(self, stream: int) -> None:
         """Order the arena's launches across streams: one set of counters describes them all."""

@@ -453,6 +453,7 @@ def launch_with_credit(
                 "the arena must hold chunks before a graph is captured: run the code once before "
                 "capture, or call lct.reserve_arena(size_bytes)"
             )
+        arena.note_capture()
         for tensor in parts:
             for part in tensor:
                 part.reserve = 1

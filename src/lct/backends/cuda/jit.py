@@ -120,6 +120,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel("select_books", (*_SELECT, "tensor_list.cuh", "select_list.cu"), True, ("DTYPE",)),
         Kernel("sweep_chunks", ("common.cuh", "arena.cuh", "sweep.cu"), None, ()),
         Kernel("grow_arena", ("common.cuh", "arena.cuh", "grow.cu"), None, ()),
+        Kernel("close_segments", ("common.cuh", "arena.cuh", "close.cu"), None, ()),
     )
 }
 

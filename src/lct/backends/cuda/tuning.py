@@ -57,4 +57,5 @@ LAUNCH: dict[str, LaunchConfig] = {
     "select_books": LaunchConfig(32),
     "sweep_chunks": LaunchConfig(8),
     "grow_arena": LaunchConfig(8),
+    "close_segments": LaunchConfig(1),
 }

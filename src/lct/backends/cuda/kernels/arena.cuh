@@ -2,15 +2,20 @@
 // bytes in segments, a bitmap of taken chunks, and a counter of free ones. Whoever takes a chunk
 // holds credit for it first, so the search in the bitmap always ends.
 #define CHUNK_BYTES 8192u
+#define ALL_TAKEN   0xffffffffu
+// Words in which a chunk is searched for at home before it is searched for everywhere: one that is not full is among
+// them unless nearly all are.
+#define HOME_TRIES 8u
 
 // Mirrors arena.py. The bitmap and the table of segments follow in the same allocation.
 struct Arena {
     int free_chunks;    // neither taken nor reserved
     u32 failed_groups;  // groups that found no credit and were left as they were
     u32 taken_total;    // chunks ever taken
-    u32 bitmap_words;
+    u32 bitmap_words;   // of the open segments; those of closed ones are all taken
     u32 segment_shift;  // log2(chunks a segment)
-    u32 pad[3];
+    u32 home_words;     // chunks are taken in the first ones, so that the last segments get empty and can be closed
+    u32 pad[2];
     u64* segments;
     u32* bitmap;
 };
@@ -53,12 +58,16 @@ __device__ __forceinline__ void return_credit(Arena* arena, int count) {
 
 // A chunk for which the caller holds credit. One lane calls.
 __device__ __forceinline__ u32 take_chunk(Arena* arena, u32 start, u32 serial) {
-    u32 words = arena->bitmap_words, word = start % words;
+    u32 words = min(arena->home_words, arena->bitmap_words), word = start % words, tries = HOME_TRIES;
     atomicAdd(&arena->taken_total, 1u);
     while (true) {
         u32 taken = ((volatile u32*)arena->bitmap)[word];
-        if (taken == 0xffffffffu) {
+        if (taken == ALL_TAKEN) {
             word = word + 1 == words ? 0 : word + 1;
+            if (--tries == 0) {
+                words = arena->bitmap_words;
+                word = word * 0x9e3779b1u % words;  // scattered: next to home all would search the same words
+            }
             continue;
         }
         u32 bit = 1u << (__ffs(~taken) - 1);

@@ -1,0 +1,382 @@
+"""The arena's bookkeeping on the host, against a model of the device; and, on a GPU, that an arena
+that shrinks and grows loses no bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lct.backends.cuda import arena as arenas
+from lct.backends.cuda import jit
+from lct.layout import CHUNK_BYTES
+
+STREAM = 7
+SEGMENT = arenas.SEGMENT_CHUNKS
+LIMIT = 2 * SEGMENT  # chunks
+
+
+class Control(ctypes.Structure):
+    """struct Arena in arena.cuh."""
+
+    _fields_ = [
+        ("free_chunks", ctypes.c_int32),
+        *[
+            (name, ctypes.c_uint32)
+            for name in ("failed_groups", "taken_total", "bitmap_words", "segment_shift")
+        ],
+        ("home_words", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32 * 2),
+        ("segments", ctypes.c_uint64),
+        ("bitmap", ctypes.c_uint64),
+    ]
+
+
+class Device:
+    """Driver and kernels: what is launched waits until it is run, in order.
+
+    Stands for torch in arena.py too, with memory on the CPU.
+    """
+
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+    CUresult = SimpleNamespace(CUDA_ERROR_NOT_READY=600)
+    entries = tuple(jit.KERNELS)
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queue: deque[Callable[[], object]] = deque()
+        self.launches: list[str] = []
+        self.waits = 0
+        self.capturing = False
+        self.pending: dict[int, int] = {}  # records of an event that have not been reached
+        self.events = itertools.count(1)
+        self.live: dict[int, set[int]] = {}  # chunks by serial, as kernels took them
+        self.rng = np.random.default_rng(0)
+        nothing = lambda *_, **__: contextlib.nullcontext()  # noqa: E731
+        stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
+        self.cuda = SimpleNamespace(
+            get_device_properties=lambda _: SimpleNamespace(total_memory=1 << 30),
+            current_stream=lambda _: stream,
+            is_current_stream_capturing=lambda: self.capturing,
+            OutOfMemoryError=torch.cuda.OutOfMemoryError,
+            **dict.fromkeys(("device", "stream", "ExternalStream", "default_stream"), nothing),
+        )
+        monkeypatch.setattr(jit, "driver", lambda: self)
+        monkeypatch.setattr(jit, "load", self.load)
+        monkeypatch.setattr(arenas, "torch", self)
+        monkeypatch.setenv("LCT_ARENA_MIB", str(LIMIT * CHUNK_BYTES >> 20))
+        self.arena = arenas.Arena(0)
+        self.control = Control.from_address(self.arena.pointer)
+
+    # ---- torch -------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, *_: Any) -> torch.device:
+        return torch.device("cpu")
+
+    def empty(self, *size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return torch.empty(*size, **options)
+
+    def tensor(self, values: list[int], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory, "a copy from other memory waits"
+        return torch.tensor(values, dtype=dtype)
+
+    # ---- the driver --------------------------------------------------------------------------
+
+    def load(self, entry: str, *_: Any) -> jit.Loaded:
+        config = jit.LAUNCH[entry]
+        return jit.Loaded(self.entries.index(entry), config.warps, None, 132, config)
+
+    def cuLaunchKernel(self, function: int, *rest: Any) -> tuple[int]:
+        entry = self.entries[function]
+        address = ctypes.c_void_p.from_address(rest[-2]).value
+        assert address is not None
+        args = jit.Args.from_buffer_copy(jit.Args.from_address(address))
+        if entry == "sweep_chunks":  # torch's allocator keeps the memory until the kernel is done
+            gone = (ctypes.c_uint32 * args.capacity).from_address(args.dense)
+            self.queue.append(lambda serials=set(gone): self.sweep_chunks(serials))  # type: ignore
+        else:
+            self.queue.append(lambda: getattr(self, entry)(args))
+        self.launches.append(entry)
+        return (0,)
+
+    def cuMemcpyDtoHAsync(self, host: int, device: int, size: int, _: int) -> tuple[int]:
+        self.queue.append(lambda: ctypes.memmove(host, device, size))
+        return (0,)
+
+    def cuEventCreate(self, _: int) -> tuple[int, int]:
+        return 0, next(self.events)
+
+    def cuEventRecord(self, event: int, _: int) -> tuple[int]:
+        self.pending[event] = self.pending.get(event, 0) + 1
+        self.queue.append(lambda: self.pending.update({event: self.pending[event] - 1}))
+        return (0,)
+
+    def cuEventQuery(self, event: int) -> tuple[int]:
+        return (self.CUresult.CUDA_ERROR_NOT_READY if self.pending[event] else 0,)
+
+    def cuEventSynchronize(self, event: int) -> tuple[int]:
+        self.waits += 1
+        while self.pending[event]:
+            self.run(1)
+        return (0,)
+
+    def run(self, most: int = 1 << 30) -> None:
+        for _ in range(min(most, len(self.queue))):
+            self.queue.popleft()()
+
+    # ---- kernels -----------------------------------------------------------------------------
+
+    def taken(self) -> np.ndarray:
+        """Of every chunk in an open segment, whether it is taken; writes go to the bitmap."""
+        words = self.control.bitmap_words // (SEGMENT // 32) * (SEGMENT // 32)
+        return np.ctypeslib.as_array(
+            (ctypes.c_uint32 * words).from_address(self.control.bitmap), (words,)
+        )
+
+    def used(self) -> np.ndarray:
+        return np.flatnonzero(np.unpackbits(self.taken().view(np.uint8), bitorder="little"))
+
+    def grow_arena(self, args: jit.Args) -> None:
+        words = SEGMENT // 32
+        first = args.first_group * words
+        assert first == len(self.taken()), "the number of the first closed segment"
+        self.control.bitmap_words = first + words
+        self.taken()[first:] = 0
+        address = self.control.segments + 8 * args.first_group
+        ctypes.c_uint64.from_address(address).value = args.dense
+        self.control.free_chunks += SEGMENT
+
+    def close_segments(self, args: jit.Args) -> None:
+        words = SEGMENT // 32
+        end, keep = self.control.bitmap_words, args.first_group * words
+        while end > keep:
+            last = self.taken()[end - words : end]
+            if self.control.free_chunks - SEGMENT < args.capacity or last.any():
+                break
+            last[:] = 0xFFFFFFFF
+            self.control.free_chunks -= SEGMENT
+            end -= words
+        self.control.bitmap_words, self.control.home_words = end, keep
+
+    def sweep_chunks(self, serials: set[int]) -> None:
+        for serial in serials & set(self.live):
+            self.free(self.live.pop(serial))
+
+    def free(self, chunks: set[int]) -> None:
+        for chunk in chunks:
+            self.taken()[chunk // 32] &= np.uint32(~(1 << chunk % 32) & 0xFFFFFFFF)
+        self.control.free_chunks += len(chunks)
+
+    def encode(self, serial: int, worst: int, takes: int, everywhere: bool) -> None:
+        """Takes chunks at home, or anywhere."""
+        assert self.control.free_chunks >= worst, "a launch that was admitted has its credit"
+        bits = np.unpackbits(self.taken().view(np.uint8), bitorder="little")
+        free = np.flatnonzero(bits == 0)
+        home = free[free < 32 * self.control.home_words]
+        chosen = self.rng.permutation(home if len(home) >= takes and not everywhere else free)
+        for chunk in chosen[:takes].tolist():
+            self.taken()[chunk // 32] |= np.uint32(1 << chunk % 32)
+            self.live.setdefault(serial, set()).add(chunk)
+        self.control.free_chunks -= takes
+        self.control.taken_total += takes
+
+    # ---- what callers of the arena do --------------------------------------------------------
+
+    def launch(self, worst: int, takes: int, everywhere: bool = False) -> tuple[int, int]:
+        """An encode of a new payload; (serial, launch), by which it is forgotten."""
+        serial = self.arena.new_serial()
+        sequence = self.arena.admit(worst, STREAM)
+        self.queue.append(lambda: self.encode(serial, worst, takes, everywhere))
+        self.arena.launched()
+        return serial, sequence
+
+    def check(self) -> None:
+        """Every chunk that is in use lies in memory that is held, and counters are right."""
+        used = set(self.used().tolist())
+        assert used == set().union(*self.live.values())
+        assert self.control.free_chunks == 32 * len(self.taken()) - len(used)
+        held = [segment.data_ptr() for segment in self.arena.segments]
+        count = len(self.taken()) * 32 // SEGMENT
+        table = (ctypes.c_uint64 * count).from_address(self.control.segments)
+        assert list(table) == held[:count]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def spill(device: Device, chunks: int) -> list[tuple[int, int]]:
+    """Payloads of 100 chunks that all spill; the device is done."""
+    made = [device.launch(100, 100) for _ in range(chunks // 100)]
+    device.run()
+    return made
+
+
+def trims(device: Device, count: int) -> None:
+    for _ in range(count):
+        device.arena.trim()
+        device.run()
+    device.arena.settle()
+    device.check()
+
+
+def test_what_spilled_once_is_given_back(device: Device) -> None:
+    arena = device.arena
+    made = spill(device, 20 * SEGMENT)
+    most = len(arena.segments)
+    assert most >= 20
+    kept = made.pop(0)
+    trims(device, 2)
+    assert len(arena.segments) == most, "all of it is in use"
+    for payload in made:
+        arena.forget(*payload)
+    waits = device.waits
+    for _ in range(4):  # a sweep, the host hears of it, what was in use before counts no more
+        arena.trim()
+        device.launch(1, 0)
+        device.run()
+    assert device.waits == waits, "nothing waits for the device"
+    trims(device, 0)
+    # 100 chunks in use, the limit, and what rounds up to a segment.
+    assert len(arena.segments) == 3
+    assert set(device.live) == {kept[0]}
+    launches = len(device.launches)
+    arena.trim()
+    assert len(device.launches) == launches, "nothing to close: nothing is launched"
+    spill(device, 6 * SEGMENT)
+    assert len(arena.segments) >= 6, "and it grows again"
+    device.check()
+
+
+def test_segments_in_use_stay_with_all_below(device: Device) -> None:
+    arena = device.arena
+    made = spill(device, 10 * SEGMENT)
+    top = [payload for payload in made if max(device.live[payload[0]]) // SEGMENT == 7][-1]
+    for payload in made:
+        if payload != top:
+            arena.forget(*payload)
+    arena.settle()
+    trims(device, 3)
+    assert len(arena.segments) == 8
+    arena.forget(*top)
+    arena.settle()
+    trims(device, 3)
+    assert len(arena.segments) == 2
+
+
+def test_growth_waits_until_it_knows_what_was_closed(device: Device) -> None:
+    arena = device.arena
+    for payload in spill(device, 10 * SEGMENT):
+        arena.forget(*payload)
+    arena.settle()
+    for _ in range(3):  # the first finds that all was in use
+        arena.trim()
+    total = arena.total_chunks
+    assert device.launches.count("close_segments") == 1, "one at a time"
+    arena.reserve(CHUNK_BYTES * (LIMIT + SEGMENT))
+    assert arena.total_chunks == LIMIT + SEGMENT < total
+    device.run()
+    device.check()
+
+
+def test_credit_while_segments_are_being_closed(device: Device) -> None:
+    """The limit is there for those that come after, however much was free before."""
+    arena = device.arena
+    for payload in spill(device, 10 * SEGMENT):
+        arena.forget(*payload)
+    arena.settle()
+    arena.trim()
+    device.launch(500, 500)  # in flight when segments are closed
+    arena.trim()
+    assert device.launches[-1] == "close_segments"
+    waits, grown = device.waits, device.launches.count("grow_arena")
+    for _ in range(10):
+        device.launch(100, 0)
+    assert device.waits == waits
+    device.launch(100, 0)
+    assert device.waits > waits, "more than the limit: what is free must be known"
+    assert device.launches.count("grow_arena") == grown
+    device.run()
+    device.check()
+
+
+def test_what_is_reserved_stays(device: Device) -> None:
+    arena = device.arena
+    arena.reserve(CHUNK_BYTES * 5 * SEGMENT)
+    for payload in spill(device, 9 * SEGMENT):
+        arena.forget(*payload)
+    arena.settle()
+    trims(device, 3)
+    assert len(arena.segments) == 5
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_graphs_keep_what_there_is(after: bool, device: Device) -> None:
+    arena = device.arena
+    for payload in spill(device, 9 * SEGMENT):
+        arena.forget(*payload)
+    arena.settle()
+    device.capturing = True
+    if after:
+        arena.note_capture()
+        device.capturing = False
+    launches = list(device.launches)
+    for _ in range(3):
+        arena.trim()
+    arena.collect()
+    assert device.launches == launches
+    device.capturing = False
+    trims(device, 2)
+    assert len(arena.segments) == (9 if after else 2)
+
+
+def test_what_goes_during_a_capture_is_swept_after_it(device: Device) -> None:
+    (payload,) = spill(device, 100)
+    device.arena.forget(*payload)
+    device.capturing = True
+    device.arena.collect()
+    device.capturing = False
+    assert device.arena.settle() == 0
+
+
+def test_long_runs(device: Device, rng: np.random.Generator) -> None:
+    """Calls in random order, on a device that comes to them sooner or later."""
+    arena = device.arena
+    kept: list[tuple[int, int]] = []
+    sizes = set()
+    for _ in range(3000):
+        choice = rng.random()
+        if choice < 0.60:
+            worst = int(rng.integers(1, LIMIT // 2))
+            takes = int(worst * rng.choice([0, 0.02, 1], p=[0.5, 0.3, 0.2]))
+            kept.append(device.launch(worst, takes, everywhere=rng.random() < 0.05))
+        elif choice < 0.65:
+            rng.shuffle(kept)
+            for _ in range(int(rng.integers(0, len(kept) + 1))):
+                arena.forget(*kept.pop())
+        elif choice < 0.75:
+            arena.trim()
+        elif choice < 0.77:
+            arena.collect()
+        else:
+            device.run(int(rng.integers(0, 40)))
+        device.check()
+        sizes.add(len(arena.segments))
+    assert len(sizes) > 5 and device.launches.count("close_segments") > 10
+    for payload in kept:
+        arena.forget(*payload)
+    arena.settle()
+    trims(device, 3)
+    assert len(arena.segments) == 2 and not device.live
