@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,23 @@ import numpy as np
 import pytest
 import torch
 
+import lct
+from inputs import ALL_DTYPES, hostile, to_torch
+from lct import ops
 from lct.backends.cuda import arena as arenas
 from lct.backends.cuda import jit
-from lct.layout import CHUNK_BYTES
+from lct.dtypes import UPCAST
+from lct.layout import (
+    CHUNK_BYTES,
+    REF_MASK,
+    STATE_SHIFT,
+    STATE_SPILLED,
+    STATE_WIDE,
+    WORD_BYTES,
+)
+from lct.nn import room
+from lct.tensor import group_needs_later
+from training import BF16, assert_same_bits, random_bits
 
 STREAM = 7
 SEGMENT = arenas.SEGMENT_CHUNKS
@@ -60,7 +75,10 @@ class Device:
         self.events = itertools.count(1)
         self.live: dict[int, set[int]] = {}  # chunks by serial, as kernels took them
         self.rng = np.random.default_rng(0)
-        nothing = lambda *_, **__: contextlib.nullcontext()  # noqa: E731
+
+        def nothing(*_: Any, **__: Any) -> Any:
+            return contextlib.nullcontext()
+
         stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
         self.cuda = SimpleNamespace(
             get_device_properties=lambda _: SimpleNamespace(total_memory=1 << 30),
@@ -380,3 +398,255 @@ def test_long_runs(device: Device, rng: np.random.Generator) -> None:
     arena.settle()
     trims(device, 3)
     assert len(arena.segments) == 2 and not device.live
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+GROUP = 8192  # values; each of these takes a chunk where its bits are random
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[arenas.Arena]:
+    """The arena of the GPU, with a limit of one segment, and no larger than it must be."""
+    own = arenas.of(0)
+    monkeypatch.setattr(own, "limit_chunks", SEGMENT)
+    monkeypatch.setattr(own, "_reserved_chunks", 0)
+    monkeypatch.setattr(own, "_captured", False)  # graphs of other tests are not replayed
+    lct.encode(torch.zeros(GROUP, dtype=BF16, device="cuda"))
+    shrink(own)
+    yield own
+    gc.collect()
+    torch.cuda.synchronize()
+
+
+def shrink(own: arenas.Arena) -> int:
+    """Trims until nothing more can go; segments then."""
+    gc.collect()
+    for _ in range(4):
+        own.trim()
+        own.settle()
+    return len(own.segments)
+
+
+def spilling(segments: float) -> torch.Tensor:
+    """Random bits that take so many segments' chunks."""
+    return random_bits(int(segments * SEGMENT), GROUP).cuda()
+
+
+def chunks_of(tensor: lct.CompressedTensor) -> list[int]:
+    """Chunks that a BF16 payload holds."""
+    layout = tensor.layout
+    meta = tensor.payload[layout.meta_offset :][: WORD_BYTES * layout.num_groups]
+    words = meta.cpu().numpy().view(np.uint32)
+    state = words >> STATE_SHIFT
+    assert not (state == STATE_WIDE).any()
+    return (words[state & STATE_SPILLED != 0] & REF_MASK).tolist()
+
+
+@pytest.mark.gpu
+def test_memory_comes_back_and_bits_stay(own: arenas.Arena) -> None:
+    small_dense, large_dense = spilling(0.1), spilling(8)
+    small = lct.encode(small_dense)
+    after = set()
+    for _ in range(3):
+        large = lct.encode(large_dense)
+        assert own.settle() >= 8 * SEGMENT
+        full, allocated = shrink(own), torch.cuda.memory_allocated()
+        assert full >= 8, "all of it is in use"
+        assert_same_bits(large_dense, large.decode())
+        payload_bytes = large.payload.nbytes
+        del large
+        given_back = full - shrink(own)
+        assert given_back >= 6
+        freed = allocated - torch.cuda.memory_allocated()
+        assert freed >= payload_bytes + given_back * SEGMENT * CHUNK_BYTES
+        after.add((len(own.segments), torch.cuda.memory_allocated()))
+        assert_same_bits(small_dense, small.decode())
+    assert len(after) == 1
+    assert own.counters().total_chunks == own.total_chunks
+
+
+@pytest.mark.gpu
+def test_a_chunk_in_use_keeps_its_segment(own: arenas.Arena) -> None:
+    denses = [spilling(1 / 8) for _ in range(64)]
+    payloads = [lct.encode(dense) for dense in denses]
+    highest = [max(chunks_of(payload)) // SEGMENT for payload in payloads]
+    top = highest.index(max(highest))
+    dense, payload = denses[top], payloads[top]
+    del payloads
+    assert shrink(own) == highest[top] + 1
+    assert_same_bits(dense, payload.decode())
+    # Values that fit give the chunks back, and new ones are taken in the first segments.
+    payload.encode_(torch.zeros_like(dense))
+    assert shrink(own) < highest[top] + 1
+    payload.encode_(dense)
+    assert_same_bits(dense, payload.decode())
+    assert max(chunks_of(payload)) // SEGMENT < highest[top]
+
+
+@pytest.mark.gpu
+def test_hostile_values_while_the_arena_shrinks_and_grows(
+    own: arenas.Arena, rng: np.random.Generator
+) -> None:
+    inputs = [
+        (to_torch(np.tile(values, int(rng.integers(1, 40))), dtype), dtype)
+        for dtype in ALL_DTYPES
+        for values in hostile(dtype).values()
+    ]
+    # Values that all spill, and values that do not, for the same payloads.
+    rewritten = [spilling(1.5), torch.zeros_like(spilling(1.5))]
+    before = own.settle()
+    kept: list[tuple[torch.Tensor, lct.CompressedTensor]] = []
+    streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
+    stream = streams[0]
+    sizes = set()
+    for _ in range(600):
+        if rng.random() < 0.03:
+            torch.cuda.synchronize()  # what is read on one stream and dropped belongs to the other
+            stream = streams[rng.integers(2)]
+        choice = rng.random()
+        with torch.cuda.stream(stream):
+            if choice < 0.5:
+                dense, dtype = inputs[rng.integers(len(inputs))]
+                dense = dense.cuda()
+                kept.append((dense, lct.encode(dense, upcast=dtype is UPCAST)))
+            elif choice < 0.6:
+                dense = rewritten[rng.integers(2)]
+                kept.append((dense, lct.encode(dense)))
+            elif choice < 0.7:
+                for number, (dense, payload) in enumerate(kept):
+                    if any(dense is values for values in rewritten):
+                        other = rewritten[rng.integers(2)]
+                        kept[number] = other, payload.encode_(other)
+            elif choice < 0.75:
+                rng.shuffle(kept)
+                del kept[: int(rng.integers(len(kept) + 1))]
+            elif choice < 0.9:
+                ops.trim_arenas()
+            elif kept:
+                dense, payload = kept[rng.integers(len(kept))]
+                assert_same_bits(dense, payload.decode())
+        sizes.add(len(own.segments))
+    torch.cuda.synchronize()
+    for dense, payload in kept:
+        assert_same_bits(dense, payload.decode())
+    assert len(sizes) > 2
+    assert own.counters().failed_groups == 0
+    used = own.settle()
+    assert own.counters().used_chunks == used
+    spill_bytes = sum(payload.group_counts().spill_bytes for _, payload in kept)
+    assert (used - before) * CHUNK_BYTES == spill_bytes
+
+
+@pytest.mark.gpu
+def test_steps_of_an_optimizer_while_the_arena_shrinks(own: arenas.Arena) -> None:
+    torch.manual_seed(0)
+    dense = torch.nn.Linear(1024, 1024, bias=False, dtype=BF16, device="cuda")
+    compressed = torch.nn.Linear(1024, 1024, bias=False, dtype=BF16, device="cuda")
+    compressed.load_state_dict(dense.state_dict())
+    lct.compress_(compressed)
+    torch_sgd = torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)
+    lct_sgd = lct.optim.SGD(compressed.parameters(), lr=0.1, momentum=0.9)
+    for step in range(30):
+        wide = torch.exp2(8 * torch.randn(1024, 1024, device="cuda") * (step % 3))
+        grad = (torch.randn(1024, 1024, device="cuda") * wide * 1e-3).bfloat16()
+        for model in (dense, compressed):
+            model.weight.grad = grad.clone()
+        torch_sgd.step()
+        lct_sgd.step()
+        activation = spilling(1 + step % 4)
+        payload = lct.encode(activation)
+        own.trim()
+        assert_same_bits(dense.weight, compressed.weight, f"weight after step {step}")
+        assert_same_bits(activation, payload.decode())
+        del payload
+    assert own.counters().failed_groups == 0
+
+
+@pytest.mark.gpu
+def test_reserved_memory_stays(own: arenas.Arena) -> None:
+    lct.reserve_arena(CHUNK_BYTES * 6 * SEGMENT)
+    payload = lct.encode(spilling(9))
+    assert own.settle() >= 9 * SEGMENT
+    del payload
+    assert shrink(own) >= 6
+
+
+@pytest.mark.gpu
+def test_nothing_is_trimmed_after_a_capture(own: arenas.Arena) -> None:
+    first, second = spilling(0.5), spilling(0.5)
+    static = first.clone()
+    payload = lct.encode(static)
+    large = lct.encode(spilling(6))
+    own.settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        own.trim()
+        payload.encode_(static)
+        out = payload.decode()
+    total = own.total_chunks
+    del large
+    own.settle()
+    for values in (second, torch.zeros_like(first), first):
+        static.copy_(values)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert shrink(own) * SEGMENT == total == own.counters().total_chunks
+        assert_same_bits(values, out)
+    own.check()
+    torch.cuda.synchronize()
+    del graph
+
+
+@pytest.mark.gpu
+def test_sweeps_and_trims_do_not_wait(own: arenas.Arena) -> None:
+    for _ in range(2):  # the first compiles kernels and makes pinned memory
+        payloads = [lct.encode(spilling(1)) for _ in range(4)]
+        own.settle()
+        torch.cuda.synchronize()
+        del payloads
+        gc.collect()
+        torch.cuda._sleep(2_000_000_000)
+        done = torch.cuda.Event()
+        done.record()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            own.collect()
+            own.trim()
+            own.trim()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        waited = done.query()
+        shrink(own)
+    assert not waited
+
+
+@pytest.mark.gpu
+def test_training_steps_give_back_what_the_first_spilled(
+    own: arenas.Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = 0
+
+    def after_the_first(dense: torch.Tensor, upcast: bool) -> Callable[[], np.ndarray | None]:
+        needs = group_needs_later(dense, upcast)
+        return lambda: needs() if step else None
+
+    monkeypatch.setattr(room, "group_needs_later", after_the_first)
+    monkeypatch.setattr(room, "_rooms", {})
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(64 * GROUP, generator=generator) * torch.exp2(
+        3 * torch.randn(64 * GROUP, generator=generator)
+    )
+    values = wide.bfloat16().cuda()
+    sizes = []
+    for step in range(10):  # noqa: B007 - what is above reads it
+        x = y = values.clone().requires_grad_()
+        with lct.compress_activations():
+            for _ in range(60):
+                y = (y * 1).abs()
+        sizes.append(len(own.segments))
+        y.sum().backward()
+        del y
+        assert_same_bits(values.sign(), x.grad)
+        torch.cuda.synchronize()
+    assert max(sizes) > 6 and sizes[-1] < 4, sizes

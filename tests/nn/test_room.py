@@ -10,8 +10,18 @@ import pytest
 import torch
 
 import lct
-from lct.nn import room
-from lct.nn.room import CAPACITY_WORDS, CLASS_WORDS, FIRST_LOOKS, LOOK_EVERY, Room
+from lct.layout import CHUNK_BYTES
+from lct.nn import activations, room
+from lct.nn.room import (
+    CAPACITY_WORDS,
+    CLASS_WORDS,
+    FIRST_LOOKS,
+    LOOK_EVERY,
+    MOST_PAUSE,
+    Room,
+    heard_of_spills,
+    room_of,
+)
 from training import BF16, assert_same_bits, random_bits
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -22,6 +32,7 @@ TENSOR = torch.zeros(4 * 8192, dtype=BF16)
 @pytest.fixture(autouse=True)
 def _no_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_rooms", {})
+    monkeypatch.setattr(room, "_spills", {})
 
 
 class Device:
@@ -68,6 +79,82 @@ def test_few_saves_are_measured(device: Device) -> None:
     for _ in range(LOOK_EVERY * 10 - FIRST_LOOKS):
         site.look(TENSOR, False)
     assert device.asked == FIRST_LOOKS + 10
+
+
+def test_measurements_count_not_saves(device: Device) -> None:
+    """A device that is late has no fewer looks."""
+    site = Room()
+    device.words = 700
+    for number in range(LOOK_EVERY - 1):
+        device.done = number % 5 == 4
+        site.look(TENSOR, False)
+    assert device.asked == FIRST_LOOKS
+
+
+class Spills:
+    """What the host hears of chunks taken; which blocks make a room look again."""
+
+    def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.taken = device, 2**32 - 5
+        device.done, device.words = True, 700
+        monkeypatch.setattr(room, "arena_taken_chunks", lambda _: self.taken % 2**32)
+        self.place = room_of("model.py:1", "", TENSOR)
+        for _ in range(FIRST_LOOKS):
+            self.place.look(TENSOR, False)
+        self.block(0)  # what was taken before
+
+    def block(self, chunks: int, stored_chunks: int = 1000) -> int:
+        """Measurements after a block that stored so many chunks' bytes and took ``chunks``."""
+        self.taken += chunks
+        heard_of_spills(TENSOR.device, stored_chunks * CHUNK_BYTES)
+        before = self.device.asked
+        for _ in range(2 * FIRST_LOOKS):
+            self.place._saves = 1  # none is due for its number
+            self.place.look(TENSOR, False)
+        return self.device.asked - before
+
+
+def test_rooms_look_again_where_much_spilled(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spills = Spills(device, monkeypatch)
+    for _ in range(4):
+        spills.block(0)
+    assert spills.block(10) == 0, "a hundredth"
+    assert spills.block(11) == FIRST_LOOKS
+    elsewhere = torch.device("cuda", 1)
+    heard_of_spills(elsewhere, 1)
+    assert spills.block(0) == 0, "another device"
+
+
+def test_values_that_simply_spill_are_measured_ever_less(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spills = Spills(device, monkeypatch)
+    for _ in range(4):
+        spills.block(0)
+    looks = [number for number in range(1000) if spills.block(500)]
+    assert looks[:5] == [0, 2, 6, 14, 30]
+    gaps = np.diff(looks)
+    assert max(gaps) == gaps[-1] == MOST_PAUSE + 1
+    for _ in range(10):
+        spills.block(0)
+    assert spills.block(500) == FIRST_LOOKS, "after a calm it looks at once"
+
+
+def test_the_outermost_block_trims_when_all_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[object] = []
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(activations, "trim_arenas", lambda: log.append("trim"))
+    monkeypatch.setattr(activations, "arena_devices", lambda: [cuda])
+    monkeypatch.setattr(activations, "heard_of_spills", lambda *heard: log.append(heard))
+    x = torch.randn(64, 512, dtype=BF16).requires_grad_() * 1
+    with lct.compress_activations() as saved:
+        with lct.compress_activations():
+            x.abs()
+        assert log == []
+    assert saved.stored_bytes > 0
+    assert log == ["trim", (cuda, saved.stored_bytes)]
 
 
 def test_capacities_do_not_go_back_and_forth(device: Device) -> None:
