@@ -105,9 +105,9 @@ class Device:
     def empty(self, *size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         return torch.empty(*size, **options)
 
-    def tensor(self, values: list[int], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+    def tensor(self, values: list[int], pin_memory: bool = False, **options: Any) -> torch.Tensor:
         assert pin_memory, "a copy from other memory waits"
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, **options)
 
     # ---- the driver --------------------------------------------------------------------------
 

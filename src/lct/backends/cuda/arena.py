@@ -77,7 +77,7 @@ class _Snapshot:
     """
 
     def __init__(self) -> None:
-        self._pinned = torch.empty(4, dtype=torch.int32, pin_memory=True)
+        self._pinned = torch.empty(4, dtype=torch.int32, device="cpu", pin_memory=True)
         self._values = self._pinned.numpy()
         flags = jit.driver().CUevent_flags.CU_EVENT_DISABLE_TIMING
         error, self._event = jit.driver().cuEventCreate(flags)
@@ -249,7 +249,7 @@ class Arena:
             stream = self._arena_stream()
             with torch.cuda.stream(self._torch_stream(stream)):
                 # From pageable memory the copy would wait for all that the stream has to do.
-                numbers = torch.tensor(serials, dtype=torch.uint32, pin_memory=True)
+                numbers = torch.tensor(serials, dtype=torch.uint32, device="cpu", pin_memory=True)
                 gone = numbers.to(torch.device("cuda", self.device), non_blocking=True)
                 args = jit.Args(dense=gone.data_ptr(), arena=self.pointer, capacity=len(serials))
                 kernel = jit.load("sweep_chunks", PRESETS["pooled"], _BF16, self.device)
