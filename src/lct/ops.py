@@ -106,6 +106,32 @@ def encode_all(
     return [encode(dense, layout, candidates) for dense, layout in pairs]
 
 
+def encode_buffer(
+    denses: Sequence[torch.Tensor], layouts: Sequence[PayloadLayout], candidates: tuple[int, ...]
+) -> tuple[Stored, list[int]] | None:
+    """``encode`` of many, on one device, into payloads of one buffer, and where they begin.
+
+    None where that is not one launch on CUDA.
+    """
+    if not denses[0].is_cuda:
+        return None
+    made = _cuda().encode_buffer(denses, layouts, candidates)
+    if made is None:
+        return None
+    buffer, offsets, lease = made
+    return Stored(buffer, lease), offsets
+
+
+def decode_buffer(
+    stored: Stored,
+    offsets: Sequence[int],
+    layouts: Sequence[PayloadLayout],
+    outs: Sequence[torch.Tensor],
+) -> None:
+    """Decode all of ``encode_buffer`` into new tensors, in one launch."""
+    _cuda().decode_buffer(stored.payload, offsets, layouts, outs)
+
+
 def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Tensor:
     """Decode into ``out`` (contiguous, ``layout.num_values`` values); returns it."""
     if out.is_cuda:

@@ -1,5 +1,6 @@
 """The CUDA backend gives the reference's bytes and every bit back; the arena loses nothing."""
 
+import functools
 import gc
 import pickle
 
@@ -11,6 +12,7 @@ import lct
 from inputs import ALL_DTYPES, DATA, hostile, to_torch
 from lct import ops
 from lct.backends import reference
+from lct.backends.cuda import jit
 from lct.codebook import candidates
 from lct.dtypes import DTYPES, UPCAST, DType
 from lct.errors import ArenaExhaustedError
@@ -315,6 +317,43 @@ def test_graph_capture_replays_encode_and_decode() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(bits(out), bits(dense))
+
+
+@pytest.mark.parametrize("count", [1, 5, 63])
+def test_graph_capture_of_tensors_stored_as_they_are(count: int) -> None:
+    dense = gaussian(count).bfloat16().to(DEVICE)
+    lct.encode(dense)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        compressed = lct.encode(dense)
+    assert compressed.preset == "raw"
+    for seed in range(3):
+        dense.copy_(random_bits(count, seed).view(torch.bfloat16))
+        compressed.payload.zero_()
+        graph.replay()
+        assert compressed.canonical_bytes() == lct.encode(dense).canonical_bytes()
+
+
+def test_kernels_are_loaded_in_the_middle_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ran before the capture may have been other kernels: those for lists, for example."""
+    count = 100_007  # no other test's, whose calls stand ready
+    dense = gaussian(count).bfloat16().to(DEVICE)
+    lct.reserve_arena(4 << 20)
+    torch.cuda.synchronize()
+    monkeypatch.setattr(jit, "_loaded", {})
+    # Calls of other layouts stand ready with the old tables, which stay.
+    monkeypatch.setattr(jit, "device_tables", functools.cache(jit.device_tables.__wrapped__))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        compressed = lct.encode(dense)
+        out = compressed.decode()
+    for seed in range(3):
+        dense.copy_(random_bits(count, seed).view(torch.bfloat16))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(bits(out), bits(dense))
+    assert jit._loaded
 
 
 def test_streams_see_each_others_chunks() -> None:

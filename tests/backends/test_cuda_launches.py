@@ -322,6 +322,42 @@ def test_an_encode_of_several_without_credit_launches_nothing(
     assert driver.launches == []
 
 
+def test_a_buffer_of_several_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    layouts = [pooled_layout(1 + k, 700 + 4 * k) for k in range(5)]
+    dense = [torch.zeros(layout.num_values, dtype=torch.bfloat16) for layout in layouts]
+    made = codec.encode_buffer(dense, layouts, (0, 1))
+    assert made is not None
+    buffer, offsets, held = made
+    assert held.last == 1 and driver.log == ["admit 15"]
+    ends = [offset + layout.size_bytes for offset, layout in zip(offsets, layouts, strict=True)]
+    assert all(end <= start for end, start in zip(ends, [*offsets[1:], buffer.nbytes], strict=True))
+    assert all(offset % 256 == 0 for offset in offsets)
+    pairs = [(buffer.data_ptr() + o, d.data_ptr()) for o, d in zip(offsets, dense, strict=True)]
+    assert driver.launches == [Launch("select_books", pairs), Launch("pooled_encode_list", pairs)]
+    codec.decode_buffer(buffer, offsets, layouts, dense)
+    assert driver.launches[2:] == [Launch("pooled_decode_list", pairs)]
+
+
+@pytest.mark.parametrize("why", ["dtypes", "raw", "many", "large", "captured"])
+def test_no_buffer_where_one_launch_does_not_do(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    driver = Driver(monkeypatch)
+    layouts = [pooled_layout(1) for _ in range(3)]
+    if why == "dtypes":
+        layouts[1] = pooled_layout(1, dtype=DTYPES["float32"])
+    elif why == "raw":
+        layouts[1] = PayloadLayout(RAW, DTYPES["bfloat16"], 5, 0)
+    elif why == "many":
+        layouts *= 6
+    elif why == "large":
+        driver.arena.limit_chunks = 5
+    else:
+        monkeypatch.setattr(codec, "is_capturing", lambda: True)
+    dense = [torch.zeros(layout.num_values) for layout in layouts]
+    assert codec.encode_buffer(dense, layouts, (0, 1)) is None
+    assert not driver.launches and not driver.log
+
+
 def test_launches_stay_within_half_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch)
     driver.arena.limit_chunks = 20

@@ -15,7 +15,7 @@ from lct import ops
 from lct.backends.cuda import arena as arenas
 from lct.backends.cuda import jit
 from lct.dtypes import DTYPES, UPCAST, DType
-from lct.tensor import decode_all, encode_all
+from lct.tensor import CompressedBatch, decode_all, encode_all
 from training import assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -255,6 +255,80 @@ def test_encodes_are_captured() -> None:
         torch.cuda.synchronize()
         for dense, one in zip(todo[0], made, strict=True):
             assert_same_bits(dense, lct.decode(one))
+
+
+BATCHES: dict[str, tuple[int, bool]] = {
+    "one": (1, True),
+    "one launch": (16, True),
+    "two": (17, False),
+}
+
+
+@pytest.mark.parametrize(("count", "shares"), BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_id)
+def test_batches_share_a_buffer(dtype: DType, count: int, shares: bool) -> None:
+    for turn in range(2):
+        sized = [t for t, _ in tensors(4 * count, [dtype], seed=50 * turn) if t.numel() > 100]
+        dense = sized[:count]
+        words = [748 + 4 * k for k in range(count)]
+        upcasts = [dtype is UPCAST] * count
+        batch = CompressedBatch(dense, words, upcasts)
+        assert (batch._buffer is not None) == shares
+        made = batch.tensors()
+        check_encodes((dense, words, upcasts), made, f"turn {turn}")
+        assert batch.nbytes == [one.payload.nbytes for one in made]
+        for k, (expected, found) in enumerate(zip(dense, batch.decode(), strict=True)):
+            assert_same_bits(expected, found, f"turn {turn}, tensor {k}")
+
+
+def test_batches_that_fall_apart() -> None:
+    """Dtypes in turn, what is stored raw, more than the arena covers: the same bits."""
+    for dtypes, least in ((ALL_DTYPES[:2], 100), ([BF16], 0)):
+        dense = [t for t, _ in tensors(20, dtypes) if t.numel() > least][:12]
+        batch = CompressedBatch(dense, [748] * len(dense), [False] * len(dense))
+        assert batch._buffer is None
+        for expected, found in zip(dense, batch.decode(), strict=True):
+            assert_same_bits(expected, found)
+
+
+def test_batches_count_and_give_their_chunks_back() -> None:
+    device = torch.device(DEVICE, torch.cuda.current_device())
+    before = ops.settle_arena(device)
+    counted = lct.stats()
+    dense = [
+        inputs.to_torch(inputs.random_bits(BF16, 90_000, k), BF16).to(DEVICE) for k in range(5)
+    ]
+    batch = CompressedBatch(dense, [748] * 5, [False] * 5)
+    assert batch._buffer is not None
+    assert ops.settle_arena(device) == before + 5 * 11
+    now = lct.stats()
+    assert now["tensors"] == counted["tensors"] + 5
+    assert now["dense_bytes"] == counted["dense_bytes"] + 5 * 180_000
+    assert now["spilled_groups"] == counted["spilled_groups"] + 55
+    one = batch.tensors()[2]
+    del batch
+    assert_same_bits(dense[2], lct.decode(one))  # it holds the buffer and the chunks
+    del one
+    assert ops.settle_arena(device) == before
+
+
+def test_batches_are_captured() -> None:
+    dense = [torch.randn(9000 * k, device=DEVICE).bfloat16() for k in range(1, 5)]
+    CompressedBatch(dense, [748] * 4, [False] * 4)
+    lct.reserve_arena(4 << 20)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch = CompressedBatch(dense, [748] * 4, [False] * 4)
+        found = batch.decode()
+    for seed in range(3):
+        for k, tensor in enumerate(dense):
+            values = inputs.random_bits(BF16, tensor.numel(), seed + k)
+            tensor.copy_(inputs.to_torch(values, BF16))
+        graph.replay()
+        torch.cuda.synchronize()
+        for expected, out in zip(dense, found, strict=True):
+            assert_same_bits(expected, out)
 
 
 def test_dropped_encodes_give_their_chunks_back() -> None:

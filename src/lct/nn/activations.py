@@ -9,10 +9,11 @@ The graph owns what is stored; this module keeps weak references only.
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..config import save_batch_bytes
 from ..ops import arena_devices, launches_kernels, trim_arenas
 from ..text import text_table
+from .bits import pack_bits
 from .room import heard_of_spills
 from .saves import (
     SaveBatch,
+    SavedTogether,
     StoredSave,
     changed_error,
     decoded_saves,
@@ -34,6 +37,7 @@ from .saves import (
     time_when_done,
 )
 from .sites import SaveSite, Sites
+from .strides import memory_order
 from .untraced import untraced
 
 
@@ -210,6 +214,40 @@ class SavedActivations:
         self._stored[key] = ref
         return stored
 
+    def save_together(
+        self, tensors: Sequence[torch.Tensor], sources: Sequence[tuple[str, str, bool]]
+    ) -> SavedTogether:
+        """``tensors``, without holes in memory, encoded at once: a graph takes their memory.
+
+        ``sources``: the place (file:line), the producer, whether it is FP32 cast from BF16.
+        """
+        sites = [
+            self._sites.named(place, producer, tensor)
+            for tensor, (place, producer, _) in zip(tensors, sources, strict=True)
+        ]
+        saved = SavedTogether([tensor.stride() for tensor in tensors], sites, self.profile)
+        coded: dict[tuple[torch.dtype, bool], list[int]] = {}
+        flats = [t if t.is_contiguous() else memory_order(t) for t in tensors]
+        for number, (flat, site, (*_, upcast)) in enumerate(
+            zip(flats, sites, sources, strict=True)
+        ):
+            assert flat is not None, "what is saved has no holes in memory"
+            if flat.dtype == torch.bool:
+                bits = saved.others[number] = pack_bits(flat.view(-1))
+                site.stored_bytes += bits.payload.nbytes
+            else:
+                site.room.look(flat, upcast)
+                if not site.room.pays:
+                    self.kept["its values need as much room compressed"] += 1
+                    saved.others[number] = flat.clone()
+                    continue
+                coded.setdefault((flat.dtype, upcast), []).append(number)
+            site.encoded += 1
+            site.dense_bytes += flat.nbytes
+        for (_, upcast), numbers in coded.items():
+            saved.encode(numbers, [flats[n] for n in numbers], upcast)
+        return saved
+
     def _batch_bytes(self) -> int:
         """Dense bytes that may wait for their encode."""
         share = int(max(self._expected_bytes, self._seen_bytes) * BATCH_SHARE)
@@ -367,6 +405,15 @@ def is_exact_upcast(tensor: torch.Tensor) -> bool:
     return source._input_metadata[output].dtype == torch.bfloat16
 
 
+def active_block() -> SavedActivations | None:
+    """The ``compress_activations`` block whose hooks torch applies now; None where it applies
+    others, or none.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
+    return owner if isinstance(owner, SavedActivations) else None
+
+
 _last: SavedActivations | None = None
 
 
@@ -410,8 +457,12 @@ def compress_activations(
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if outer is not None:
         _check_outer(outer[0])
-    around = getattr(outer[0], "__self__", None) if outer is not None else None
-    saved = around if isinstance(around, SavedActivations) else SavedActivations(profile, min_bytes)
+    around = active_block()
+    saved = around or SavedActivations(profile, min_bytes)
+    if "torch._inductor.config" in sys.modules:  # something may be compiled within the block
+        from .graph_saves import install
+
+        install()
     global _last
     _last = saved
     with saved_tensors_hooks(saved.pack, _unpack):

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ..tensor import CompressedTensor, decode_all, encode_all
+from ..tensor import CompressedBatch, CompressedTensor, decode_all, encode_all
 from .bits import PackedBits, pack_bits
-from .sites import SaveSite
+from .sites import SaveSite, share_seconds
 
 # Decoded storages that wait for their other consumers (k and q, after v) may take this much.
 SHARED_DECODED_BYTES = 256 << 20
@@ -206,6 +206,57 @@ def encode_saves(saves: Sequence[StoredSave]) -> None:
     for stored, content in zip(saves, contents, strict=True):
         stored.content = content
         stored.site.stored_bytes += content.payload.nbytes
+
+
+class SavedTogether:
+    """What a compiled graph has saved, encoded and decoded together.
+
+    ``strides``: of the tensors as they lay in memory. ``others``: masks as bits and dense copies,
+    by number. ``sites``: none where nothing was encoded. ``profile``: whether codes are timed.
+    """
+
+    __slots__ = ("batches", "others", "profile", "sites", "strides")
+
+    def __init__(
+        self, strides: list[tuple[int, ...]], sites: Sequence[SaveSite], profile: bool
+    ) -> None:
+        self.strides = strides
+        self.sites = sites
+        self.profile = profile
+        self.batches: list[tuple[Sequence[int], CompressedBatch]] = []
+        self.others: dict[int, torch.Tensor | PackedBits] = {}
+
+    def encode(self, numbers: Sequence[int], flats: Sequence[Any], upcast: bool) -> None:
+        """Encode those of ``numbers``, of one dtype."""
+        sites = [self.sites[number] for number in numbers]
+        started = time_when_done(flats[0]) if self.profile else 0.0
+        batch = CompressedBatch(flats, [site.room.words for site in sites], [upcast] * len(numbers))
+        if self.profile:
+            share_seconds(sites, flats, "encode_seconds", time_when_done(flats[0]) - started)
+        for site, size in zip(sites, batch.nbytes, strict=True):
+            site.stored_bytes += size
+        self.batches.append((numbers, batch))
+
+    def decode(self, keep: bool) -> list[torch.Tensor]:
+        """All, flat or as they lay, in memory of their own; ``keep``: the next time too."""
+        found: list[Any] = [None] * len(self.strides)
+        for numbers, batch in self.batches:
+            started = time.perf_counter() if self.profile else 0.0
+            for number, flat in zip(numbers, batch.decode(), strict=True):
+                found[number] = flat
+            if self.profile:
+                flats = [found[number] for number in numbers]
+                seconds = time_when_done(flats[0]) - started
+                sites = [self.sites[number] for number in numbers]
+                share_seconds(sites, flats, "decode_seconds", seconds)
+        for number, other in self.others.items():
+            if isinstance(other, PackedBits):
+                found[number] = other.decode()
+            else:
+                found[number] = other.clone() if keep else other
+        for site in self.sites:
+            site.decoded += 1
+        return found
 
 
 class _Decoded:

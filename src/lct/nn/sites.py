@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class Sites:
         while (internal := _internal.get(frame.f_code.co_filename)) is not False:
             if internal is None:
                 name = frame.f_code.co_filename
-                _internal[name] = name.startswith(_INTERNAL) or "torchinductor_" in name
+                _internal[name] = is_internal(name)
             elif frame.f_back is None:
                 break
             else:
@@ -81,14 +81,36 @@ class Sites:
         site = self._by_instruction.get(key)
         if site is None:
             place = f"{code.co_filename}:{frame.f_lineno}"
-            fields = place, producer.partition("Backward")[0], tensor.dtype, tuple(shape)
-            room = room_of(place, producer, tensor)
-            site = self._by_fields.setdefault(fields, SaveSite(*fields, room))
+            site = self.named(place, producer.partition("Backward")[0], tensor)
             self._by_instruction[key] = site
         return site
 
+    def named(self, place: str, producer: str, tensor: torch.Tensor) -> SaveSite:
+        """The site of what ``producer`` makes at ``place`` (file:line)."""
+        fields = place, producer, tensor.dtype, tuple(tensor.shape)
+        site = self._by_fields.get(fields)
+        if site is None:
+            room = room_of(place, producer, tensor)
+            site = self._by_fields.setdefault(fields, SaveSite(*fields, room))
+        return site
 
-# Whether a file belongs to torch, to this package or to a compiler, and is no place of a model's.
+
+def share_seconds(
+    sites: Sequence[Any], tensors: Sequence[torch.Tensor], field: str, seconds: float
+) -> None:
+    """Add ``seconds``, which all ``tensors`` took together, to ``field`` of their sites by size."""
+    total = sum(tensor.nbytes for tensor in tensors)
+    for site, tensor in zip(sites, tensors, strict=True):
+        setattr(site, field, getattr(site, field) + seconds * tensor.nbytes / total)
+
+
+def is_internal(file: str) -> bool:
+    """Whether a file belongs to torch, to this package or to a compiler, and is no place of a
+    model's.
+    """
+    return file.startswith(_INTERNAL) or "torchinductor_" in file
+
+
 _internal: dict[str, bool] = {}
 _INTERNAL = (
     str(Path(torch.__file__).parent),

@@ -3,8 +3,10 @@
 from . import arena
 from .codec import (
     decode,
+    decode_buffer,
     decode_list,
     encode,
+    encode_buffer,
     encode_list,
     ensure_room,
     group_needs,
@@ -18,8 +20,10 @@ __all__ = [
     "adam",
     "arena",
     "decode",
+    "decode_buffer",
     "decode_list",
     "encode",
+    "encode_buffer",
     "encode_list",
     "ensure_room",
     "group_needs",

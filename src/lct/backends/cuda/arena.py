@@ -479,8 +479,8 @@ def of(device: int) -> Arena:
     """The arena of CUDA device ``device``, made at first use."""
     found = _arenas.get(device)
     if found is None:
-        with _arenas_lock:
-            found = _arenas.setdefault(device, Arena(device))
+        with _arenas_lock, jit.outside_capture(device):
+            found = _arenas.get(device) or _arenas.setdefault(device, Arena(device))
     return found
 
 

@@ -5,6 +5,7 @@ Tensors are dense, contiguous and on one CUDA device; launches go to torch's cur
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import sys
@@ -28,6 +29,7 @@ from ...layout import (
     STATE_WIDE,
     WORD_BYTES,
     PayloadLayout,
+    align,
 )
 from ...presets import LANES, STEP_VALUES
 from . import arena as arenas
@@ -38,6 +40,7 @@ NO_BLOCK = 0xFFFFFFFF
 CAPTURED = 1 << 62  # launch number of captured launches: the host never learns that they are done
 ENCODE_TABLE_BYTES = (jit.ENCODE_PAIRS_WORDS + jit.ENCODE_WORDS) * WORD_BYTES
 DECODE_TABLE_BYTES = (jit.PAIRS_WORDS + jit.SINGLES_WORDS) * WORD_BYTES
+_BUFFER_ALIGNMENT = 256  # of payloads that share a buffer: no two of them share a sector
 # Torch's own, without what its Python functions check at each call. CPU builds lack them.
 # current_stream(device): torch's current stream there, as the driver's handle.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -234,8 +237,7 @@ def encode(
     else:
         payload, held, fresh = into.payload, into.spill, 0
     if layout.is_raw:
-        header = np.frombuffer(layout.pack_header(0, 0), np.uint8)
-        payload[:HEADER_BYTES].copy_(torch.from_numpy(header.copy()), non_blocking=True)
+        _write_header(payload, layout, current_stream(device))
         payload[HEADER_BYTES:].copy_(dense.reshape(-1).view(torch.uint8))
         return payload, held
     dense = aligned(dense)
@@ -247,6 +249,14 @@ def encode(
     call.launch(layout, held, current_stream(device))
     pool.append(call)
     return payload, held
+
+
+def _write_header(payload: torch.Tensor, layout: PayloadLayout, stream: int) -> None:
+    # Not a copy: replays of a captured graph would read the host's memory anew, which is gone then.
+    words = np.frombuffer(layout.pack_header(0, 0), np.uint32).tolist()
+    for number, word in enumerate(words):
+        address = payload.data_ptr() + number * WORD_BYTES
+        jit.check(jit.driver().cuMemsetD32Async(address, word, 1, stream)[0])
 
 
 class TensorList(ctypes.Structure):
@@ -266,10 +276,6 @@ def _list_of(tensors: Sequence[jit.Args]) -> Any:
     every.first_block[:] = [NO_BLOCK] * len(every.first_block)
     every.tensors[: len(tensors)] = tensors
     return every
-
-
-# A dense tensor, and the layout of its payload.
-_Encode = tuple[torch.Tensor, PayloadLayout]
 
 
 class _EncodeListCall:
@@ -328,10 +334,58 @@ def encode_list(
         worsts = [worst_chunks(layouts[n]) for n in numbers]
         for batch in batches(worsts, limit_chunks, jit.MOST_TENSORS):
             chosen = [numbers[k] for k in batch]
-            encodes = [(denses[n], layouts[n]) for n in chosen]
-            for n, result in zip(chosen, _launch_encodes(encodes, candidates, device), strict=True):
-                made[n] = result
+            if len(chosen) == 1:
+                made[chosen[0]] = encode(denses[chosen[0]], layouts[chosen[0]], candidates)
+                continue
+            for n in chosen:
+                size = layouts[n].size_bytes
+                payload = torch.empty(size, dtype=torch.uint8, device=denses[n].device)
+                made[n] = payload, Lease(device)
+            sequence = _launch_encodes(
+                [denses[n] for n in chosen],
+                [layouts[n] for n in chosen],
+                candidates,
+                device,
+                [(made[n][0].data_ptr(), made[n][1].serial) for n in chosen],
+            )
+            for n in chosen:
+                made[n][1].last = sequence
     return made
+
+
+def encode_buffer(
+    denses: Sequence[torch.Tensor],
+    layouts: Sequence[PayloadLayout],
+    candidates: tuple[int, ...],
+) -> tuple[torch.Tensor, list[int], Lease] | None:
+    """(buffer, offsets, lease): ``encode_list`` into payloads of one buffer, which have one lease.
+
+    None where one launch cannot do it. Memory that many payloads share costs the host less.
+    """
+    device = denses[0].get_device()
+    if current_device() != device:
+        with torch.cuda.device(device):
+            return encode_buffer(denses, layouts, candidates)
+    first = layouts[0]
+    if len(layouts) == 1:
+        payload, held = encode(denses[0], first, candidates)
+        return payload, [0], held
+    if (
+        len(layouts) > jit.MOST_TENSORS
+        or not first.preset.pooled
+        or any(o.preset is not first.preset or o.dtype is not first.dtype for o in layouts)
+        or sum(map(worst_chunks, layouts)) * 2 > arenas.of(device).limit_chunks
+        or is_capturing()
+    ):
+        return None
+    sizes = [align(layout.size_bytes, _BUFFER_ALIGNMENT) for layout in layouts]
+    offsets = list(itertools.accumulate(sizes, initial=0))
+    buffer = torch.empty(offsets.pop(), dtype=torch.uint8, device=denses[0].device)
+    held = Lease(device)
+    start, serial = buffer.data_ptr(), held.serial
+    targets = [(start + offset, serial) for offset in offsets]
+    held.last = _launch_encodes(denses, layouts, candidates, device, targets)
+    return buffer, offsets, held
 
 
 def batches(worsts: Sequence[int], limit_chunks: int, most: int) -> Iterator[list[int]]:
@@ -352,37 +406,37 @@ def batches(worsts: Sequence[int], limit_chunks: int, most: int) -> Iterator[lis
         yield batch
 
 
-def _launch_encodes(
-    encodes: Sequence[_Encode], candidates: tuple[int, ...], device: int
-) -> list[tuple[torch.Tensor, Lease]]:
-    """Encode tensors into pooled payloads of one dtype in one launch, and that of their search."""
-    if len(encodes) == 1:
-        return [encode(*encodes[0], candidates)]
+def _sizes(layouts: Sequence[PayloadLayout]) -> tuple[tuple[int, int], ...]:
     # Of one preset and dtype, layouts differ in these alone.
-    sizes = tuple([(layout.num_values, layout.capacity_words) for _, layout in encodes])
-    pool = ready(encodes[0][1], ("pooled_encode_list", device, candidates, sizes))
-    layouts = [layout for _, layout in encodes]
+    return tuple([(layout.num_values, layout.capacity_words) for layout in layouts])
+
+
+def _launch_encodes(
+    denses: Sequence[torch.Tensor],
+    layouts: Sequence[PayloadLayout],
+    candidates: tuple[int, ...],
+    device: int,
+    targets: Sequence[tuple[int, int]],
+) -> int:
+    """Encode tensors into pooled payloads of one dtype in one launch, and that of their search.
+
+    ``targets``: where the payloads begin, and their serial numbers. The number of the launch.
+    """
+    pool = ready(layouts[0], ("pooled_encode_list", device, candidates, _sizes(layouts)))
     every = take(pool) or _EncodeListCall(layouts, device, candidates)
     # Referenced until the launch is enqueued.
-    denses = [aligned(dense) for dense, _ in encodes]
-    made = []
-    for args, dense, layout in zip(every.tensors, denses, layouts, strict=True):
-        payload = torch.empty(layout.size_bytes, dtype=torch.uint8, device=dense.device)
-        held = Lease(device)
-        args.payload, args.dense = payload.data_ptr(), dense.data_ptr()
-        args.serial = held.serial
-        made.append((payload, held))
+    read = [aligned(dense) for dense in denses]
+    for args, dense, (address, serial) in zip(every.tensors, read, targets, strict=True):
+        args.payload, args.dense, args.serial = address, dense.data_ptr(), serial
     arena = arenas.of(device)
     stream = current_stream(device)
     sequence = arena.admit(every.worst_chunks, stream)
-    for _, held in made:
-        held.last = sequence
     if every.search is not None:
         every.search.launch(stream)
     every.code.launch(stream)
     arena.launched()
     pool.append(every)
-    return made
+    return sequence
 
 
 def ensure_room(parts: Sequence[tuple[Any, PayloadLayout]]) -> None:
@@ -565,20 +619,43 @@ def decode_list(
             decode(payload, layout, out)
     for decodes in together.values():
         for start in range(0, len(decodes), jit.MOST_TENSORS):
-            _launch_decodes(decodes[start : start + jit.MOST_TENSORS], device)
+            some = decodes[start : start + jit.MOST_TENSORS]
+            if len(some) == 1:
+                decode(*some[0])
+                continue
+            payloads, these, targets = zip(*some, strict=True)
+            _launch_decodes([p.data_ptr() for p in payloads], these, targets, device)
 
 
-def _launch_decodes(decodes: Sequence[_Decode], device: int) -> None:
-    """Decode pooled tensors of one dtype, at most ``jit.MOST_TENSORS``, in one launch."""
-    if len(decodes) == 1:
-        decode(*decodes[0])
+def decode_buffer(
+    buffer: torch.Tensor,
+    offsets: Sequence[int],
+    layouts: Sequence[PayloadLayout],
+    outs: Sequence[torch.Tensor],
+) -> None:
+    """Decode all of a buffer of ``encode_buffer`` into ``outs``, new tensors."""
+    device = buffer.get_device()
+    if len(layouts) == 1:
+        decode(buffer, layouts[0], outs[0])
         return
-    # Of one preset and dtype, layouts differ in these alone.
-    sizes = tuple([(layout.num_values, layout.capacity_words) for _, layout, _ in decodes])
-    pool = ready(decodes[0][1], ("pooled_decode_list", device, sizes))
-    every = take(pool) or _DecodeListCall([layout for _, layout, _ in decodes], device)
-    for args, (payload, _, out) in zip(every.tensors, decodes, strict=True):
-        args.payload, args.dense = payload.data_ptr(), out.data_ptr()
+    with contextlib.ExitStack() as stack:
+        if current_device() != device:
+            stack.enter_context(torch.cuda.device(device))
+        start = buffer.data_ptr()
+        _launch_decodes([start + offset for offset in offsets], layouts, outs, device)
+
+
+def _launch_decodes(
+    addresses: Sequence[int],
+    layouts: Sequence[PayloadLayout],
+    outs: Sequence[torch.Tensor],
+    device: int,
+) -> None:
+    """Decode pooled tensors of one dtype, at most ``jit.MOST_TENSORS``, in one launch."""
+    pool = ready(layouts[0], ("pooled_decode_list", device, _sizes(layouts)))
+    every = take(pool) or _DecodeListCall(layouts, device)
+    for args, address, out in zip(every.tensors, addresses, outs, strict=True):
+        args.payload, args.dense = address, out.data_ptr()
     every.call.launch(current_stream(device))
     pool.append(every)
 

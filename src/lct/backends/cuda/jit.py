@@ -6,6 +6,7 @@ tables.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import io
@@ -13,6 +14,7 @@ import os
 import re
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -360,7 +362,7 @@ def load(
     import torch
 
     core = _cuda_core()
-    with _lock, torch.cuda.device(device):
+    with _lock, outside_capture(device):
         if key not in _loaded:
             torch.cuda.current_stream(device)  # torch makes the context
             major, minor = torch.cuda.get_device_capability(device)
@@ -373,6 +375,28 @@ def load(
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             _loaded[key] = Loaded(int(function), kernel.warps, module, processors, LAUNCH[entry])
     return _loaded[key]
+
+
+@contextlib.contextmanager
+def outside_capture(device: int) -> Iterator[None]:
+    """What is made once and kept, such as kernels and tables, on ``device``: also in the middle of
+    a capture, and then no part of its graph.
+    """
+    import torch
+
+    with torch.cuda.device(device):
+        if not torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        error, before = driver().cuThreadExchangeStreamCaptureMode(mode)
+        check(error)
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                yield
+                torch.cuda.current_stream(device).synchronize()
+        finally:
+            check(driver().cuThreadExchangeStreamCaptureMode(before)[0])
 
 
 @cache
@@ -526,4 +550,5 @@ def device_tables(device: int) -> Any:
     tables = np.concatenate(
         [*(codebook_tables(book) for book in bank()), costs.view(np.uint32).reshape(-1)]
     )
-    return torch.from_numpy(tables.view(np.int32)).to(torch.device("cuda", device))
+    with outside_capture(device):
+        return torch.from_numpy(tables.view(np.int32)).to(torch.device("cuda", device))
