@@ -476,17 +476,21 @@ class CompressedBatch:
     """Contiguous tensors, on one device, that are encoded and decoded together.
 
     ``encode_all`` takes its arguments too. On CUDA the payloads share one buffer where one launch
-    codes them all, which costs the host a fraction of as many ``CompressedTensor``s; ``nbytes``:
-    of each payload.
+    codes them all, which costs the host a fraction of as many ``CompressedTensor``s. ``device``: of
+    all; ``nbytes``: of each payload.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_layouts", "_offsets", "_shapes", "_tensors", "nbytes")
+    __slots__ = (
+        *("__weakref__", "_buffer", "_layouts", "_offsets", "_shapes", "_tensors"),
+        *("device", "nbytes"),
+    )
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], capacities: Sequence[int], upcasts: Sequence[bool]
     ) -> None:
         self._layouts = _layouts(tensors, capacities, upcasts)
         self._shapes = [tensor.shape for tensor in tensors]
+        self.device = tensors[0].device
         self._tensors: list[CompressedTensor] = []
         made = ops.encode_buffer(tensors, self._layouts, book_candidates(None))
         self._buffer: ops.Stored | None = None
@@ -501,9 +505,8 @@ class CompressedBatch:
         """The dense tensors, in new memory each."""
         if self._buffer is None:
             return decode_all(self._tensors)
-        device = self._buffer.payload.device
         outs = [
-            torch.empty(shape, dtype=_TORCH_DTYPES[layout.dtype.name], device=device)
+            torch.empty(shape, dtype=_TORCH_DTYPES[layout.dtype.name], device=self.device)
             for shape, layout in zip(self._shapes, self._layouts, strict=True)
         ]
         ops.decode_buffer(self._buffer, self._offsets, self._layouts, outs)

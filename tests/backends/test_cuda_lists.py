@@ -268,7 +268,7 @@ BATCHES: dict[str, tuple[int, bool]] = {
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_id)
 def test_batches_share_a_buffer(dtype: DType, count: int, shares: bool) -> None:
     for turn in range(2):
-        sized = [t for t, _ in tensors(4 * count, [dtype], seed=50 * turn) if t.numel() > 100]
+        sized = [t for t, _ in tensors(4 * count, [dtype], seed=50 * turn) if t.numel() > 1000]
         dense = sized[:count]
         words = [748 + 4 * k for k in range(count)]
         upcasts = [dtype is UPCAST] * count
@@ -283,7 +283,7 @@ def test_batches_share_a_buffer(dtype: DType, count: int, shares: bool) -> None:
 
 def test_batches_that_fall_apart() -> None:
     """Dtypes in turn, what is stored raw, more than the arena covers: the same bits."""
-    for dtypes, least in ((ALL_DTYPES[:2], 100), ([BF16], 0)):
+    for dtypes, least in ((ALL_DTYPES[:2], 1000), ([BF16], 0)):
         dense = [t for t, _ in tensors(20, dtypes) if t.numel() > least][:12]
         batch = CompressedBatch(dense, [748] * len(dense), [False] * len(dense))
         assert batch._buffer is None

@@ -424,3 +424,21 @@ def test_convolutions_are_left_to_the_hooks(graphs: Graphs) -> None:
     expected = expected_of(model)
     check(expected, run(compiled(model, graphs.backend), lct.compress_activations))
     assert not graphs.saves and lct.stats()["activations"]["encoded"]
+
+
+class Statistics(nn.Module):
+    """Saves FP32 that is little beside its BF16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.repeat(1, 256)
+        scale = wide.float().square().mean(-1, keepdim=True).rsqrt()
+        table = scale.expand(-1, 32).exp().sin()
+        return ((wide * wide).sin() * table.mean(-1, keepdim=True).to(x.dtype))[:, :WIDTH]
+
+
+def test_little_beside_the_rest_is_copied(graphs: Graphs) -> None:
+    model = same_model(Statistics(), nn.Linear(WIDTH, WIDTH, dtype=BF16))
+    expected = expected_of(model)
+    check(expected, run(compiled(model, graphs.backend), lct.compress_activations))
+    assert graphs.saves
+    assert lct.stats()["activations"]["kept"].get("it is little beside what is saved with it")

@@ -70,6 +70,9 @@ SAVE_RULES: dict[torch.dtype, SaveRule] = {
 # A view of less than this share of its storage is kept as it is, unless the storage is stored
 # anyway: encoding all of a large buffer for a few rows would not pay.
 MIN_COVERAGE = 1 / 4
+# What a graph saves of one dtype is copied rather than encoded where that is less than this part of
+# all that it saves: it would take launches of its own.
+LEAST_SHARE = 64
 # At most this share of what a block saves waits to be encoded together, or waits decoded together.
 BATCH_SHARE = 1 / 16
 _VIEWS = {
@@ -205,10 +208,10 @@ class SavedActivations:
         if coded and size <= self._batch_bytes() and _may_wait(tensor.device):
             self._batch_for(tensor.device, stream, size).add(ref, stored, size)
         else:
-            started = time_when_done(tensor) if self.profile else 0.0
+            started = time_when_done(tensor.device) if self.profile else 0.0
             encode_saves([stored])
             if self.profile:
-                site.encode_seconds += time_when_done(tensor) - started
+                site.encode_seconds += time_when_done(tensor.device) - started
         site.encoded += 1
         site.dense_bytes += size
         self._stored[key] = ref
@@ -227,25 +230,29 @@ class SavedActivations:
         ]
         saved = SavedTogether([tensor.stride() for tensor in tensors], sites, self.profile)
         coded: dict[tuple[torch.dtype, bool], list[int]] = {}
-        flats = [t if t.is_contiguous() else memory_order(t) for t in tensors]
+        flats: list[Any] = [t if t.is_contiguous() else memory_order(t) for t in tensors]
         for number, (flat, site, (*_, upcast)) in enumerate(
             zip(flats, sites, sources, strict=True)
         ):
-            assert flat is not None, "what is saved has no holes in memory"
             if flat.dtype == torch.bool:
                 bits = saved.others[number] = pack_bits(flat.view(-1))
-                site.stored_bytes += bits.payload.nbytes
-            else:
-                site.room.look(flat, upcast)
-                if not site.room.pays:
-                    self.kept["its values need as much room compressed"] += 1
-                    saved.others[number] = flat.clone()
-                    continue
+                saved.count(site, flat, bits.payload.nbytes)
+                continue
+            site.room.look(flat, upcast)
+            if site.room.pays:
                 coded.setdefault((flat.dtype, upcast), []).append(number)
-            site.encoded += 1
-            site.dense_bytes += flat.nbytes
+            else:
+                self.kept["its values need as much room compressed"] += 1
+                saved.others[number] = flat.clone()
+        total = sum(flat.nbytes for flat in flats)
         for (_, upcast), numbers in coded.items():
-            saved.encode(numbers, [flats[n] for n in numbers], upcast)
+            chosen = [flats[n] for n in numbers]
+            if sum(flat.nbytes for flat in chosen) * LEAST_SHARE < total:
+                for number, flat in zip(numbers, chosen, strict=True):
+                    saved.others[number] = flat.clone()
+                    self.kept["it is little beside what is saved with it"] += 1
+            else:
+                saved.encode(numbers, chosen, upcast)
         return saved
 
     def _batch_bytes(self) -> int:

@@ -95,9 +95,9 @@ class StoredSave:
         self.site.decoded += 1
         if not self.profile:
             return content.decode()
-        started = time_when_done(content.payload)
+        started = time_when_done(content.payload.device)
         flat = content.decode()
-        self.site.decode_seconds += time_when_done(flat) - started
+        self.site.decode_seconds += time_when_done(flat.device) - started
         return flat
 
     def _decode_batch(self, batch: SaveBatch) -> torch.Tensor:
@@ -229,26 +229,33 @@ class SavedTogether:
     def encode(self, numbers: Sequence[int], flats: Sequence[Any], upcast: bool) -> None:
         """Encode those of ``numbers``, of one dtype."""
         sites = [self.sites[number] for number in numbers]
-        started = time_when_done(flats[0]) if self.profile else 0.0
+        started = time_when_done(flats[0].device) if self.profile else 0.0
         batch = CompressedBatch(flats, [site.room.words for site in sites], [upcast] * len(numbers))
         if self.profile:
-            share_seconds(sites, flats, "encode_seconds", time_when_done(flats[0]) - started)
-        for site, size in zip(sites, batch.nbytes, strict=True):
-            site.stored_bytes += size
+            share_seconds(sites, flats, "encode_seconds", time_when_done(flats[0].device) - started)
+        for site, flat, size in zip(sites, flats, batch.nbytes, strict=True):
+            self.count(site, flat, size)
         self.batches.append((numbers, batch))
+
+    @staticmethod
+    def count(site: SaveSite, dense: torch.Tensor, stored_bytes: int) -> None:
+        """``dense`` was encoded."""
+        site.encoded += 1
+        site.dense_bytes += dense.nbytes
+        site.stored_bytes += stored_bytes
 
     def decode(self, keep: bool) -> list[torch.Tensor]:
         """All, flat or as they lay, in memory of their own; ``keep``: the next time too."""
         found: list[Any] = [None] * len(self.strides)
         for numbers, batch in self.batches:
-            started = time.perf_counter() if self.profile else 0.0
-            for number, flat in zip(numbers, batch.decode(), strict=True):
-                found[number] = flat
+            started = time_when_done(batch.device) if self.profile else 0.0
+            flats = batch.decode()
             if self.profile:
-                flats = [found[number] for number in numbers]
-                seconds = time_when_done(flats[0]) - started
+                seconds = time_when_done(batch.device) - started
                 sites = [self.sites[number] for number in numbers]
                 share_seconds(sites, flats, "decode_seconds", seconds)
+            for number, flat in zip(numbers, flats, strict=True):
+                found[number] = flat
         for number, other in self.others.items():
             if isinstance(other, PackedBits):
                 found[number] = other.decode()
@@ -304,10 +311,10 @@ def _raw_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-def time_when_done(tensor: torch.Tensor) -> float:
-    """Seconds, when the device has done what was asked of it."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+def time_when_done(device: torch.device) -> float:
+    """Seconds, when ``device`` has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
