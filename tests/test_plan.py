@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,22 @@ def test_gradients_that_wait_for_a_step_in_backward(monkeypatch: pytest.MonkeyPa
         assert planned.peak == pytest.approx(measure_step(training, ALL, CPU).peak, rel=ERROR)
         peaks.append(planned.peak)
     assert peaks[0] < 0.95 * peaks[1]
+
+
+@pytest.mark.parametrize("parts", [frozenset(), ALL])
+def test_a_model_that_was_measured_is_gone(parts: frozenset[str]) -> None:
+    """Else it counts in the next one's peak on a GPU."""
+    built: list[weakref.ref[nn.Module]] = []
+
+    def build() -> nn.Module:
+        model = small_gpt()
+        built.append(weakref.ref(model))
+        return model
+
+    training = dataclasses.replace(gpt_training(step_in_backward=True), build=build)
+    measure_step(training, parts, CPU)
+    gc.collect()
+    assert [model() for model in built] == [None]
 
 
 def test_what_lct_saves() -> None:
@@ -180,6 +199,16 @@ def test_the_command_for_a_gpu() -> None:
     result = CliRunner().invoke(app, ["plan", f"{__name__}:small_gpt", "--tokens", "64"])
     assert result.exit_code == 0, result.output
     assert "overflow arena" in result.stdout and "kernels' workspaces" in result.stdout
+
+
+@pytest.mark.gpu
+def test_a_measured_model_leaves_no_memory_behind() -> None:
+    training = training_of("byte-gpt-cuda", tokens=256, batch=1, step_in_backward=True)
+    cuda = torch.device("cuda")
+    measure_step(training, frozenset(), cuda)  # what libraries keep
+    before = torch.cuda.memory_allocated()
+    measure_step(training, frozenset(), cuda)
+    assert torch.cuda.memory_allocated() == before
 
 
 @pytest.mark.gpu

@@ -111,9 +111,9 @@ class Trainer:
         if "weights" in parts:
             compress_(self.model)
         self.optimizers = list(self._make_optimizers(foreach))
+        self._stepping = []
         if training.step_in_backward:
-            for optimizer in self.optimizers:
-                optim.step_in_backward(optimizer)
+            self._stepping = [optim.step_in_backward(optimizer) for optimizer in self.optimizers]
         self.batch = training.make_batch(device)
 
     def _make_optimizers(self, foreach: bool | None) -> Iterator[torch.optim.Optimizer]:
@@ -143,6 +143,11 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         end_phase("step")
+
+    def close(self) -> None:
+        """Let the model go: the hooks of steps in backward would hold it for ever."""
+        for stepping in self._stepping:
+            stepping.remove()
 
     def held(self) -> tuple[int, int, int]:
         """Bytes of weights, of buffers and of the optimizers' state now."""
@@ -211,7 +216,10 @@ def plan_memory(
         foreach = True if device_type == "cuda" else None
         with _Values(), torch.random.fork_rng(devices=[]):
             trainer = Trainer(training, parts, torch.device("meta"), foreach)
-            return live_step_bytes(trainer, LiveBytes(meta=True))
+            try:
+                return live_step_bytes(trainer, LiveBytes(meta=True))
+            finally:
+                trainer.close()
 
 
 class _Values(TorchDispatchMode):

@@ -152,14 +152,15 @@ class Counting(CustomGraphPass):
         return "counting"
 
 
-def test_passes_of_users_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_of_users_run_first() -> None:
     own = Counting()
-    monkeypatch.setattr(inductor_config, "post_grad_custom_post_pass", own)
-    graph_pass.install()
-    installed = inductor_config.post_grad_custom_post_pass
-    assert isinstance(installed, DecodeTogether) and installed.first is own
-    graph_pass.install()
-    assert inductor_config.post_grad_custom_post_pass is installed
+    # Not monkeypatch: what it takes back it takes away, and Inductor misses the option.
+    with inductor_config.patch(post_grad_custom_post_pass=own):
+        graph_pass.install()
+        installed = inductor_config.post_grad_custom_post_pass
+        assert isinstance(installed, DecodeTogether) and installed.first is own
+        graph_pass.install()
+        assert inductor_config.post_grad_custom_post_pass is installed
     installed(Graph())
     assert own.seen == 1
 

@@ -81,6 +81,11 @@ class Block(nn.Module):
 Module = Callable[[torch.Tensor], torch.Tensor]
 
 
+def encoding() -> Any:
+    """A block whose graphs encode what they save."""
+    return lct.compress_activations(in_graphs=True)
+
+
 def same_model(*blocks: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(blocks or (Block(), Block(), Block())))
@@ -135,7 +140,7 @@ def expected_of(model: nn.Sequential, **options: Any) -> list[torch.Tensor]:
 def test_the_same_bits_and_one_op_a_graph(graphs: Graphs) -> None:
     model = same_model()
     expected = expected_of(model)
-    check(expected, run(compiled(model, graphs.backend), lct.compress_activations))
+    check(expected, run(compiled(model, graphs.backend), encoding))
     assert len(graphs.saves) == graphs.loads == 1, "all blocks share their graphs"
     seen = lct.stats()["activations"]
     assert seen["encoded"] >= 3 * graphs.saves[0] > 3
@@ -152,7 +157,7 @@ def test_inductor(turn: str) -> None:
     with inductor_config.patch(emulate_precision_casts=True):
         expected = run(compiled(model, "inductor"))
         torch._dynamo.reset()
-        found = run(compiled(model, "inductor"), lct.compress_activations)
+        found = run(compiled(model, "inductor"), encoding)
     check(expected, found)
     sites = lct.stats()["activations"]["sites"]
     assert any(site["producer"] == "mm" and site["place"].startswith(__file__) for site in sites)
@@ -174,7 +179,7 @@ def test_whole_models(graphs: Graphs) -> None:
     expected = run(plain)
     torch._dynamo.reset()
     whole.compile(backend=graphs.backend, dynamic=False)
-    check(expected, run(whole, lct.compress_activations))
+    check(expected, run(whole, encoding))
     assert sum(graphs.saves) >= 3 * 3
 
 
@@ -182,7 +187,7 @@ def test_compressed_weights_and_state(graphs: Graphs) -> None:
     model = same_model()
     expected = expected_of(model)
     weights = lct.compress_(copy.deepcopy(model), filter_fn=lambda name, module: True)
-    check(expected, run(compiled(weights, graphs.backend), lct.compress_activations))
+    check(expected, run(compiled(weights, graphs.backend), encoding))
     assert graphs.saves
 
 
@@ -190,7 +195,7 @@ def test_a_graph_runs_without_the_block_too(graphs: Graphs) -> None:
     model = same_model()
     expected = expected_of(model)
     inside = compiled(model, graphs.backend)
-    run(inside, lct.compress_activations, steps=1)
+    run(inside, encoding, steps=1)
     seen = lct.stats()["activations"]["encoded"]
     check(expected, run(inside))
     assert graphs.saves and lct.stats()["activations"]["encoded"] == seen
@@ -201,7 +206,15 @@ def test_a_graph_that_was_compiled_before_the_block_is_left_to_the_hooks(graphs:
     expected = expected_of(model)
     outside = compiled(model, graphs.backend)
     run(outside, steps=1)
-    check(expected, run(outside, lct.compress_activations))
+    check(expected, run(outside, encoding))
+    assert not graphs.saves and lct.stats()["activations"]["encoded"]
+
+
+def test_other_blocks_change_no_graph(graphs: Graphs) -> None:
+    """So that their kernels, and the places where those round, are those of the run without LCT."""
+    model = same_model()
+    expected = expected_of(model)
+    check(expected, run(compiled(model, graphs.backend), lct.compress_activations))
     assert not graphs.saves and lct.stats()["activations"]["encoded"]
 
 
@@ -215,15 +228,15 @@ def test_backward_twice(graphs: Graphs) -> None:
         expected = expected_of(model, backward=twice)
         check(
             expected,
-            run(compiled(model, graphs.backend), lct.compress_activations, backward=twice),
+            run(compiled(model, graphs.backend), encoding, backward=twice),
         )
     assert graphs.saves
 
 
 def test_what_no_backward_asks_for_is_dropped(graphs: Graphs) -> None:
     model = compiled(same_model(), graphs.backend)
-    run(model, lct.compress_activations, backward=lambda loss: loss.backward())
-    with lct.compress_activations():
+    run(model, encoding, backward=lambda loss: loss.backward())
+    with encoding():
         y = model(torch.randn(ROWS, WIDTH).to(BF16))
     assert len(graph_saves._saved) == 3
     del y
@@ -270,21 +283,21 @@ class Hostile(nn.Module):
 def test_kinds_of_saves(kind: type[nn.Module], graphs: Graphs) -> None:
     model = same_model(kind(), nn.Linear(WIDTH, WIDTH, dtype=BF16))
     expected = expected_of(model, steps=12)
-    found = run(compiled(model, graphs.backend), lct.compress_activations, steps=12)
+    found = run(compiled(model, graphs.backend), encoding, steps=12)
     check(expected, found)
     assert graphs.saves
 
 
 def test_views_of_a_storage_are_encoded_once(graphs: Graphs) -> None:
     model = same_model(Transposed(), nn.Linear(WIDTH, WIDTH, dtype=BF16))
-    run(compiled(model, graphs.backend), lct.compress_activations)
+    run(compiled(model, graphs.backend), encoding)
     sites = lct.stats()["activations"]["sites"]
     assert sum(site["encoded"] for site in sites if site["producer"] == "sin") <= 1
 
 
 def test_masks_become_bits() -> None:
     model = same_model(Masks(), nn.Linear(WIDTH, WIDTH, dtype=BF16))
-    run(compiled(model, Graphs().backend), lct.compress_activations)
+    run(compiled(model, Graphs().backend), encoding)
     sites = [site for site in lct.stats()["activations"]["sites"] if site["dtype"] == "bool"]
     assert sites and all(8 * site["stored_bytes"] == site["dense_bytes"] for site in sites)
 
@@ -299,7 +312,7 @@ def test_unknown_sizes_are_left_to_the_hooks(graphs: Graphs) -> None:
     torch._dynamo.reset()
     for block in dynamic:
         block.compile(backend=graphs.backend, dynamic=True)
-    check(expected, run(dynamic, lct.compress_activations, steps=3, rows=rows))
+    check(expected, run(dynamic, encoding, steps=3, rows=rows))
     assert lct.stats()["activations"]["encoded"]
 
 
@@ -308,20 +321,20 @@ def test_min_bytes(graphs: Graphs) -> None:
     expected = expected_of(model)
 
     def within() -> Any:
-        return lct.compress_activations(min_bytes=1 << 20)
+        return lct.compress_activations(min_bytes=1 << 20, in_graphs=True)
 
     check(expected, run(compiled(model, graphs.backend), within))
     assert not graphs.saves and not lct.stats()["activations"]["encoded"]
 
 
-@pytest.mark.parametrize(("limit", "most"), [(1, 1), (3 * ROWS * WIDTH * 2, 3), (0, 0)])
+@pytest.mark.parametrize(("limit", "most"), [(1, 1), (3 * ROWS * WIDTH * 2, 3)])
 def test_groups_are_batches(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch, limit: int, most: int
 ) -> None:
     model = same_model()
     expected = expected_of(model)
     monkeypatch.setattr(graph_saves, "save_batch_bytes", lambda: limit)
-    check(expected, run(compiled(model, graphs.backend), lct.compress_activations))
+    check(expected, run(compiled(model, graphs.backend), encoding))
     assert max(graphs.saves, default=0) == most
     assert graphs.loads == len(graphs.saves)
     assert lct.stats()["activations"]["encoded"]
@@ -331,7 +344,7 @@ def test_groups_are_what_one_launch_takes(graphs: Graphs, monkeypatch: pytest.Mo
     model = same_model()
     expected = expected_of(model)
     monkeypatch.setattr(graph_saves, "MOST_TOGETHER", 2)
-    check(expected, run(compiled(model, graphs.backend), lct.compress_activations))
+    check(expected, run(compiled(model, graphs.backend), encoding))
     assert max(graphs.saves) == 2
 
 
@@ -350,18 +363,18 @@ def test_checkpointed_blocks(graphs: Graphs, reentrant: bool) -> None:
     model = same_model()
     expected = expected_of(model)
     blocks = compiled(model, graphs.backend)
-    check(expected, run(Checkpointed(blocks), lct.compress_activations))
+    check(expected, run(Checkpointed(blocks), encoding))
     # Compiled within a block, a graph is run under a checkpoint all the same.
     torch._dynamo.reset()
     blocks = compiled(model, graphs.backend)
-    run(blocks, lct.compress_activations, steps=1)
-    check(expected, run(Checkpointed(blocks), lct.compress_activations))
+    run(blocks, encoding, steps=1)
+    check(expected, run(Checkpointed(blocks), encoding))
     assert graphs.saves
 
 
 def test_a_profile_has_seconds(graphs: Graphs) -> None:
     def within() -> Any:
-        return lct.compress_activations(profile=True)
+        return lct.compress_activations(profile=True, in_graphs=True)
 
     run(compiled(same_model(), graphs.backend), within)
     sites = [s for s in lct.stats()["activations"]["sites"] if s["place"].startswith(__file__)]
@@ -387,24 +400,26 @@ class Own(CustomPartitionerFn):
 def test_partitioners_of_users_come_first() -> None:
     own = Own()
     with inductor_config.patch(custom_partitioner_fn=own):
-        with lct.compress_activations():
+        with encoding():
             installed: Any = inductor_config.custom_partitioner_fn
         assert isinstance(installed, SavesEncoded) and installed.first is own
-        with lct.compress_activations():
+        with encoding():
             assert inductor_config.custom_partitioner_fn is installed
     graphs = Graphs()
     backend = aot_autograd(fw_compiler=graphs, bw_compiler=graphs, partition_fn=installed)
-    run(compiled(same_model(), backend), lct.compress_activations)
+    run(compiled(same_model(), backend), encoding)
     assert own.called == 1 and graphs.saves
 
 
 def test_what_graphs_on_disk_are_known_by() -> None:
     outside = SavesEncoded(None).uuid()
     with lct.compress_activations():
+        assert SavesEncoded(None).uuid() == outside
+    with encoding():
         inside = SavesEncoded(None).uuid()
         assert SavesEncoded(Own()).uuid() not in (None, inside)
         assert SavesEncoded(Own(None)).uuid() is None
-    with lct.compress_activations(min_bytes=1 << 20):
+    with lct.compress_activations(min_bytes=1 << 20, in_graphs=True):
         larger = SavesEncoded(None).uuid()
     assert len({outside, inside, larger}) == 3
 
@@ -422,7 +437,7 @@ def test_convolutions_are_left_to_the_hooks(graphs: Graphs) -> None:
     """Inductor may lay out their tensors anew."""
     model = same_model(Convolution(), nn.Linear(WIDTH, WIDTH, dtype=BF16))
     expected = expected_of(model)
-    check(expected, run(compiled(model, graphs.backend), lct.compress_activations))
+    check(expected, run(compiled(model, graphs.backend), encoding))
     assert not graphs.saves and lct.stats()["activations"]["encoded"]
 
 
@@ -439,6 +454,6 @@ class Statistics(nn.Module):
 def test_little_beside_the_rest_is_copied(graphs: Graphs) -> None:
     model = same_model(Statistics(), nn.Linear(WIDTH, WIDTH, dtype=BF16))
     expected = expected_of(model)
-    check(expected, run(compiled(model, graphs.backend), lct.compress_activations))
+    check(expected, run(compiled(model, graphs.backend), encoding))
     assert graphs.saves
     assert lct.stats()["activations"]["kept"].get("it is little beside what is saved with it")

@@ -103,14 +103,16 @@ def arena_bytes(compressed: bool) -> int:
 def measure_step(training: Training, parts: frozenset[str], device: torch.device) -> StepBytes:
     """The second step of a real run: live storages on the CPU, the allocator's peak on CUDA."""
     trainer = Trainer(training, parts, device, foreach=None)
-    if device.type == "cpu":
-        return live_step_bytes(trainer, LiveBytes())
     try:
+        if device.type == "cpu":
+            return live_step_bytes(trainer, LiveBytes())
         return _allocated_step_bytes(trainer, device)
     finally:
+        trainer.close()
         del trainer
         gc.collect()
-        torch.cuda.empty_cache()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _allocated_step_bytes(trainer: Trainer, device: torch.device) -> StepBytes:

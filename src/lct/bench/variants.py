@@ -20,13 +20,17 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class Storage:
-    """What LCT holds compressed; of the activations, storages of ``min_bytes`` or more."""
+    """What LCT holds compressed; of the activations, storages of ``min_bytes`` or more.
+
+    ``in_graphs``: whether compiled graphs encode their activations themselves.
+    """
 
     name: str
     weights: bool = False
     state: bool = False
     activations: bool = False
     min_bytes: int = 0
+    in_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ STORAGES = (
     Storage("lct-activations", activations=True),
     Storage("lct-all", weights=True, state=True, activations=True),
     Storage("lct-large", weights=True, state=True, activations=True, min_bytes=4 << 20),
+    Storage("lct-in-graphs", weights=True, state=True, activations=True, in_graphs=True),
 )
 NO_SAVING = Saving("")
 SAVINGS = (
@@ -147,7 +152,8 @@ class Variant:
     def save(self) -> AbstractContextManager[Any]:
         """The context of forward."""
         if self.storage.activations:
-            return compress_activations(min_bytes=self.storage.min_bytes)
+            storage = self.storage
+            return compress_activations(min_bytes=storage.min_bytes, in_graphs=storage.in_graphs)
         if self.saving.offload:
             return torch.autograd.graph.saved_tensors_hooks(to_host, from_host)
         return contextlib.nullcontext()

@@ -9,7 +9,6 @@ The graph owns what is stored; this module keeps weak references only.
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 import weakref
 from collections import Counter
@@ -94,11 +93,13 @@ class SavedActivations:
 
     ``print`` gives a table. ``kept`` counts the saves that were left as they are, by reason.
     ``profile``: whether encodes and decodes are timed, which waits for the device around each.
+    ``in_graphs``: whether graphs that are compiled now encode what they save (``graph_saves``).
     """
 
-    def __init__(self, profile: bool = False, min_bytes: int = 0) -> None:
+    def __init__(self, profile: bool = False, min_bytes: int = 0, in_graphs: bool = False) -> None:
         self.profile = profile
         self.min_bytes = min_bytes
+        self.in_graphs = in_graphs
         self.kept: Counter[str] = Counter()
         self._sites = Sites()
         # By address of a storage, version, dtype and stream. An entry ends with what it refers to.
@@ -431,7 +432,7 @@ def last_saved() -> SavedActivations | None:
 
 @contextlib.contextmanager
 def compress_activations(
-    *, profile: bool = False, min_bytes: int = 0
+    *, profile: bool = False, min_bytes: int = 0, in_graphs: bool = False
 ) -> Iterator[SavedActivations]:
     """Compress, losslessly, what autograd saves within the block; backward may run after it.
 
@@ -444,6 +445,13 @@ def compress_activations(
     ``min_bytes``: leave smaller storages as they are too. On a GPU an encode and a decode take tens
     of microseconds each, however small the tensor is: where the host is what a step waits for, a
     few MiB give up little memory and much of that time. ValueError where it is negative.
+
+    ``in_graphs``: graphs that Inductor compiles within the block encode themselves what they save,
+    and decode it where their backward needs it. Without it the hooks take it when all of a graph
+    has run, and backward decodes all of it at once: for a model that is compiled as a whole that
+    saves no memory in backward. But Inductor plans other kernels then, which may add and round in
+    another order: the bits are those of that graph, not of the one without LCT
+    (docs/guide.md, "torch.compile").
 
     On CUDA saved tensors wait, dense, until there are enough for one launch
     (``LCT_SAVE_BATCH_MIB``); the end of the block encodes the last ones. ArenaExhaustedError or
@@ -465,9 +473,9 @@ def compress_activations(
     if outer is not None:
         _check_outer(outer[0])
     around = active_block()
-    saved = around or SavedActivations(profile, min_bytes)
-    if "torch._inductor.config" in sys.modules:  # something may be compiled within the block
-        from .graph_saves import install
+    saved = around or SavedActivations(profile, min_bytes, in_graphs)
+    if saved.in_graphs:
+        from .graph_saves import install  # imports the compiler
 
         install()
     global _last

@@ -1,12 +1,12 @@
 """What compiled graphs save for backward: an op of the forward graph encodes it, another decodes it
 in the backward graph.
 
-Hooks see the saved tensors of a graph one by one, when all of it has run; on a fast GPU the calls
-alone cost more than the step. So where a graph is compiled within a ``compress_activations`` block,
-what it saves for its own backward becomes an argument of ``lct::save_all``, and what autograd saves
-is a *ticket*, a CPU tensor of one number. ``lct::load_all`` takes it and gives the tensors.
-Inputs and outputs of the graph, which others hold too, are left to the hooks, and so are tensors
-of unknown size.
+Hooks see the saved tensors of a graph one by one, when all of it has run, and backward asks them
+for all before it begins. So where a graph is compiled within a block of
+``compress_activations(in_graphs=True)``, what it saves for its own backward becomes an argument of
+``lct::save_all``, and what autograd saves is a *ticket*, a CPU tensor of one number.
+``lct::load_all`` takes it and gives the tensors. Inputs and outputs of the graph, which others hold
+too, are left to the hooks, and so are tensors of unknown size.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class SavesEncoded(CustomPartitionerFn):
         split: Any = self.first or min_cut_rematerialization_partition
         forward, backward = split(gm, joint_inputs, **kwargs)
         block = active_block()
-        if block is not None and save_batch_bytes():
+        if block is not None and block.in_graphs:
             encode_saved(forward, backward, kwargs["num_fwd_outputs"], block.min_bytes)
         return forward, backward
 
@@ -193,7 +193,9 @@ class SavesEncoded(CustomPartitionerFn):
         if other is None:
             return None
         block = active_block()
-        saves = (block.min_bytes, save_batch_bytes()) if block is not None else None
+        saves = None
+        if block is not None and block.in_graphs:
+            saves = block.min_bytes, save_batch_bytes()
         return "lct::save_all", TRACE_VERSION, saves, other
 
 
