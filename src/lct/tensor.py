@@ -475,9 +475,9 @@ def encode_all(
 class CompressedBatch:
     """Contiguous tensors, on one device, that are encoded and decoded together.
 
-    ``encode_all`` takes its arguments too. On CUDA the payloads share one buffer where one launch
-    codes them all, which costs the host a fraction of as many ``CompressedTensor``s. ``device``: of
-    all; ``nbytes``: of each payload.
+    ``encode_all`` takes its arguments too. On CUDA the payloads of several share one buffer where
+    one launch codes them all, which costs the host a fraction of as many ``CompressedTensor``s.
+    ``device``: of all; ``nbytes``: of each payload.
     """
 
     __slots__ = (
@@ -504,7 +504,8 @@ class CompressedBatch:
     def decode(self) -> list[torch.Tensor]:
         """The dense tensors, in new memory each."""
         if self._buffer is None:
-            return decode_all(self._tensors)
+            one = len(self._tensors) == 1
+            return [self._tensors[0].decode()] if one else decode_all(self._tensors)
         outs = [
             torch.empty(shape, dtype=_TORCH_DTYPES[layout.dtype.name], device=self.device)
             for shape, layout in zip(self._shapes, self._layouts, strict=True)

@@ -339,11 +339,13 @@ def test_a_buffer_of_several_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.launches[2:] == [Launch("pooled_decode_list", pairs)]
 
 
-@pytest.mark.parametrize("why", ["dtypes", "raw", "many", "large", "captured"])
+@pytest.mark.parametrize("why", ["one", "dtypes", "raw", "many", "large", "captured"])
 def test_no_buffer_where_one_launch_does_not_do(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     driver = Driver(monkeypatch)
     layouts = [pooled_layout(1) for _ in range(3)]
-    if why == "dtypes":
+    if why == "one":
+        del layouts[1:]
+    elif why == "dtypes":
         layouts[1] = pooled_layout(1, dtype=DTYPES["float32"])
     elif why == "raw":
         layouts[1] = PayloadLayout(RAW, DTYPES["bfloat16"], 5, 0)

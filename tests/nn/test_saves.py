@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import lct
 from lct.errors import ArenaExhaustedError
 from lct.nn import activations, saves
 from lct.nn.room import Room
-from lct.tensor import live_tensors
+from lct.tensor import CompressedBatch, live_tensors
 from training import BF16, assert_same_bits, store_small_tensors
 
 SHAPE = 64, 64
@@ -25,30 +25,36 @@ SIZE = 64 * 64 * 2
 
 
 class Counts:
-    """How many tensors each call of ``encode_all`` and of ``decode_all`` took."""
+    """How many tensors were encoded, and decoded, at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.encodes: list[int] = []
         self.decodes: list[int] = []
         self.failures = 0  # calls that find no room
-        encode_all, decode_all = saves.encode_all, saves.decode_all
+        counts, decode_all = self, saves.decode_all
 
-        def count_encodes(tensors: Sequence[Any], *rest: Any) -> Any:
-            if self.failures:
-                self.failures -= 1
-                raise ArenaExhaustedError("no memory; nothing was overwritten")
-            self.encodes.append(len(tensors))
-            return encode_all(tensors, *rest)
+        class Batch(CompressedBatch):
+            def __init__(self, tensors: Sequence[Any], *rest: Any) -> None:
+                if counts.failures:
+                    counts.failures -= 1
+                    raise ArenaExhaustedError("no memory; nothing was overwritten")
+                counts.encodes.append(len(tensors))
+                super().__init__(tensors, *rest)
 
-        def count_decodes(tensors: Sequence[Any]) -> Any:
-            if self.failures:
-                self.failures -= 1
-                raise torch.OutOfMemoryError("no memory")
-            self.decodes.append(len(tensors))
-            return decode_all(tensors)
+            def decode(self) -> list[torch.Tensor]:
+                return counts.count_decodes(self.nbytes, super().decode)
 
-        monkeypatch.setattr(saves, "encode_all", count_encodes)
-        monkeypatch.setattr(saves, "decode_all", count_decodes)
+        monkeypatch.setattr(saves, "CompressedBatch", Batch)
+        monkeypatch.setattr(
+            saves, "decode_all", lambda some: self.count_decodes(some, lambda: decode_all(some))
+        )
+
+    def count_decodes(self, tensors: Sequence[Any], decode: Callable[[], Any]) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("no memory")
+        self.decodes.append(len(tensors))
+        return decode()
 
 
 @pytest.fixture
@@ -138,7 +144,7 @@ def test_what_is_encoded_alone(
         out = chain(leaf())
         assert counts.encodes == [1, 1, 1, 1]
     out.sum().backward()
-    assert counts.decodes == []
+    assert counts.decodes == [1, 1, 1, 1]
 
 
 def test_the_cpu_has_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:

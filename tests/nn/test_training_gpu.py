@@ -12,6 +12,7 @@ from torch import nn
 
 import lct
 from lct.nn import CompressedWeight, activations, saves
+from lct.tensor import CompressedBatch
 from training import (
     BF16,
     CASES,
@@ -42,13 +43,13 @@ def batches_of_any_share(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Saves of small models wait to be encoded together; the tensors of each encode."""
     monkeypatch.setattr(activations, "BATCH_SHARE", 1e9)
     sizes: list[int] = []
-    encode_all = saves.encode_all
 
-    def counted(tensors: Any, *rest: Any) -> Any:
-        sizes.append(len(tensors))
-        return encode_all(tensors, *rest)
+    class Counted(CompressedBatch):
+        def __init__(self, tensors: Any, *rest: Any) -> None:
+            sizes.append(len(tensors))
+            super().__init__(tensors, *rest)
 
-    monkeypatch.setattr(saves, "encode_all", counted)
+    monkeypatch.setattr(saves, "CompressedBatch", Counted)
     return sizes
 
 

@@ -207,7 +207,7 @@ class SavedActivations:
         ref = weakref.KeyedRef(stored, self._ended, key)
         self._seen_bytes += size
         if coded and size <= self._batch_bytes() and _may_wait(tensor.device):
-            self._batch_for(tensor.device, stream, size).add(ref, stored, size)
+            self._batch_for(tensor.device, stream, size).add(ref, size)
         else:
             started = time_when_done(tensor.device) if self.profile else 0.0
             encode_saves([stored])

@@ -22,6 +22,11 @@ class PackedBits:
     payload: torch.Tensor
     num_values: int
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the payload."""
+        return self.payload.device
+
     def decode(self) -> torch.Tensor:
         """The values, bool (num_values,)."""
         words = (self.payload.to(torch.int64) * _SPREAD).bitwise_and_(_PICK)

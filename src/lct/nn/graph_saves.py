@@ -30,11 +30,10 @@ from torch.fx import Graph, GraphModule, Node
 from ..config import save_batch_bytes
 from .activations import SAVE_RULES, active_block
 from .compressed_weight import TRACE_VERSION
-from .saves import SavedTogether
+from .saves import MOST_TOGETHER, SavedTogether
 from .sites import is_internal
 from .strides import memory_order
 
-MOST_TOGETHER = 16  # tensors: what one launch takes
 _DTYPES = tuple(SAVE_RULES)  # numbered in graphs
 _CASTS = (
     torch.ops.prims.convert_element_type.default,

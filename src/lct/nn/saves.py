@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from ..tensor import CompressedBatch, CompressedTensor, decode_all, encode_all
+from ..tensor import CompressedBatch, decode_all
 from .bits import PackedBits, pack_bits
 from .sites import SaveSite, share_seconds
 
+MOST_TOGETHER = 16  # saves that are encoded together at most: what one launch takes
 # Decoded storages that wait for their other consumers (k and q, after v) may take this much.
 SHARED_DECODED_BYTES = 256 << 20
 
@@ -31,7 +32,7 @@ class StoredSave:
     """
 
     __slots__ = (
-        *("__weakref__", "batch", "content", "decoded", "profile", "shape", "site", "source"),
+        *("__weakref__", "content", "decoded", "number", "profile", "shape", "site", "source"),
         *("size_bytes", "stream", "stride", "upcast", "version", "waiting"),
     )
 
@@ -45,7 +46,8 @@ class StoredSave:
         profile: bool,
     ) -> None:
         # Dense until it is encoded.
-        self.content: torch.Tensor | CompressedTensor | PackedBits | _Handed = flat
+        self.content: torch.Tensor | EncodedSaves | PackedBits | _Handed = flat
+        self.number = 0  # among those that were encoded with it
         self.upcast = upcast
         self.shape, self.stride = flat.shape, flat.stride()
         self.source = weakref.ref(source)
@@ -53,7 +55,6 @@ class StoredSave:
         self.stream = stream
         self.site = site
         self.profile = profile
-        self.batch: SaveBatch | None = None
         self.waiting = 0  # saves that backward has not asked for yet
         self.decoded: torch.Tensor | None = None
         self.version = 0
@@ -70,7 +71,9 @@ class StoredSave:
         with decoded_saves.lock:
             flat = self.decoded
             # A consumer that wrote into its copy has spoilt it for the others.
-            if flat is not None and (flat._version != self.version or not self._same_stream(flat)):
+            if flat is not None and (
+                flat._version != self.version or not self._same_stream(flat.device)
+            ):
                 flat = None
             elif not shared:
                 decoded_saves.forget(self)
@@ -90,36 +93,66 @@ class StoredSave:
             return content
         if isinstance(content, _Handed):
             return content.decode()
-        if self.batch is not None and self._same_stream(content.payload):
-            return self._decode_batch(self.batch)
-        self.site.decoded += 1
-        if not self.profile:
-            return content.decode()
-        started = time_when_done(content.payload.device)
-        flat = content.decode()
-        self.site.decode_seconds += time_when_done(flat.device) - started
+        packed = content if isinstance(content, PackedBits) else content.batch
+        started = time_when_done(packed.device) if self.profile else 0.0
+        if isinstance(content, PackedBits):
+            self.site.decoded += 1
+            flat = content.decode()
+        else:
+            flat = content.decode(self, alone=not self._same_stream(packed.device))
+        if self.profile:
+            self.site.decode_seconds += time_when_done(packed.device) - started
         return flat
 
-    def _decode_batch(self, batch: SaveBatch) -> torch.Tensor:
-        """Its own values; those of the others wait for backward to ask."""
-        with decoded_saves.lock:
-            others = [stored for stored in batch.compressed() if stored is not self]
-            saves = [self, *others]
-            contents: list[Any] = [stored.content for stored in saves]
-            try:
-                flats = decode_all(contents)
-            except torch.OutOfMemoryError:  # there may be room for one
-                del saves[1:]
-                flats = decode_all(contents[:1])
-            for stored, flat in zip(saves, flats, strict=True):
-                stored.site.decoded += 1
-                if stored is not self:
-                    decoded_saves.keep(stored, flat)
-        return flats[0]
-
-    def _same_stream(self, flat: torch.Tensor) -> bool:
+    def _same_stream(self, device: torch.device) -> bool:
         # Memory of one stream must not be read on another without waiting.
-        return not flat.is_cuda or stream_of(flat) == self.stream
+        return device.type != "cuda" or _raw_stream(device.index) == self.stream
+
+
+class EncodedSaves:
+    """What saves hold that were encoded together; ``refs``: to each, by its ``number``."""
+
+    __slots__ = ("batch", "refs")
+
+    def __init__(self, batch: CompressedBatch, saves: Sequence[StoredSave]) -> None:
+        self.batch = batch
+        self.refs = [weakref.ref(stored) for stored in saves]
+
+    def decode(self, asked: StoredSave, alone: bool) -> torch.Tensor:
+        """The values of ``asked``; unless ``alone`` those of others wait for backward to ask."""
+        with decoded_saves.lock:
+            members = {asked.number: asked}
+            if not alone:
+                members |= dict(self._wanted())
+            try:
+                flats = self._decode([*members])
+            except torch.OutOfMemoryError:  # there may be room for one
+                members = {asked.number: asked}
+                flats = self._decode([asked.number])
+            for stored, flat in zip(members.values(), flats, strict=True):
+                stored.site.decoded += 1
+                if stored is not asked:
+                    decoded_saves.keep(stored, flat)
+            return flats[0]
+
+    def _wanted(self) -> Iterator[tuple[int, StoredSave]]:
+        """Those that backward will ask for and that are not decoded."""
+        for number, ref in enumerate(self.refs):
+            stored = ref()
+            if (
+                stored is not None
+                and stored.waiting > 0
+                and stored.decoded is None
+                and stored.content is self
+            ):
+                yield number, stored
+
+    def _decode(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        if len(numbers) == len(self.refs):
+            flats = self.batch.decode()
+            return [flats[number] for number in numbers]
+        tensors = self.batch.tensors()
+        return decode_all([tensors[number] for number in numbers])
 
 
 @dataclass(slots=True)
@@ -155,15 +188,15 @@ class SaveBatch:
         self.refs: list[weakref.ref[StoredSave]] = []
         self.size_bytes = 0
 
-    def add(self, ref: weakref.ref[StoredSave], stored: StoredSave, size_bytes: int) -> None:
-        """``stored``, to which ``ref`` refers, joins."""
+    def add(self, ref: weakref.ref[StoredSave], size_bytes: int) -> None:
+        """The save to which ``ref`` refers joins."""
         self.refs.append(ref)
         self.size_bytes += size_bytes
-        stored.batch = self
 
     def encode(self) -> None:
         """Encode those that still wait, on the stream on which they were saved."""
-        waiting = [stored for stored in self._alive() if stored.waits_for_encode()]
+        alive = [stored for ref in self.refs if (stored := ref()) is not None]
+        waiting = [stored for stored in alive if stored.waits_for_encode()]
         if not waiting:
             return
         if self.device.type != "cuda" or _raw_stream(self.device.index) == self.stream:
@@ -177,35 +210,32 @@ class SaveBatch:
         with torch.cuda.stream(stream):
             encode_saves(waiting)
 
-    def compressed(self) -> list[StoredSave]:
-        """Those that backward will ask for and that are not decoded."""
-        return [
-            stored
-            for stored in self._alive()
-            if stored.waiting > 0
-            and stored.decoded is None
-            and isinstance(stored.content, CompressedTensor)
-        ]
-
-    def _alive(self) -> Iterator[StoredSave]:
-        for ref in self.refs:
-            stored = ref()
-            if stored is not None:
-                yield stored
-
 
 def encode_saves(saves: Sequence[StoredSave]) -> None:
     """Encode what each of ``saves``, of one device, holds dense."""
+    alike: dict[tuple[torch.dtype, bool], list[StoredSave]] = {}
+    for stored in saves:
+        flat: Any = stored.content
+        alike.setdefault((flat.dtype, stored.upcast), []).append(stored)
+    for members in alike.values():
+        for start in range(0, len(members), MOST_TOGETHER):
+            _encode(members[start : start + MOST_TOGETHER])
+
+
+def _encode(saves: Sequence[StoredSave]) -> None:
+    """Encode saves of one dtype, at most ``MOST_TOGETHER``."""
     flats: list[Any] = [stored.content for stored in saves]
-    contents: Sequence[CompressedTensor | PackedBits]
     if flats[0].dtype == torch.bool:
-        contents = [pack_bits(flat) for flat in flats]
-    else:
-        capacities = [stored.site.room.words for stored in saves]
-        contents = encode_all(flats, capacities, [stored.upcast for stored in saves])
-    for stored, content in zip(saves, contents, strict=True):
-        stored.content = content
-        stored.site.stored_bytes += content.payload.nbytes
+        for stored, flat in zip(saves, flats, strict=True):
+            bits = stored.content = pack_bits(flat)
+            stored.site.stored_bytes += bits.payload.nbytes
+        return
+    words = [stored.site.room.words for stored in saves]
+    batch = CompressedBatch(flats, words, [stored.upcast for stored in saves])
+    together = EncodedSaves(batch, saves)
+    for number, (stored, size) in enumerate(zip(saves, batch.nbytes, strict=True)):
+        stored.content, stored.number = together, number
+        stored.site.stored_bytes += size
 
 
 class SavedTogether:

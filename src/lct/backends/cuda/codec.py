@@ -360,18 +360,16 @@ def encode_buffer(
 ) -> tuple[torch.Tensor, list[int], Lease] | None:
     """(buffer, offsets, lease): ``encode_list`` into payloads of one buffer, which have one lease.
 
-    None where one launch cannot do it. Memory that many payloads share costs the host less.
+    None for one tensor, and where one launch cannot do it. Memory that many payloads share costs
+    the host less.
     """
     device = denses[0].get_device()
     if current_device() != device:
         with torch.cuda.device(device):
             return encode_buffer(denses, layouts, candidates)
     first = layouts[0]
-    if len(layouts) == 1:
-        payload, held = encode(denses[0], first, candidates)
-        return payload, [0], held
     if (
-        len(layouts) > jit.MOST_TENSORS
+        not 1 < len(layouts) <= jit.MOST_TENSORS
         or not first.preset.pooled
         or any(o.preset is not first.preset or o.dtype is not first.dtype for o in layouts)
         or sum(map(worst_chunks, layouts)) * 2 > arenas.of(device).limit_chunks
@@ -635,9 +633,6 @@ def decode_buffer(
 ) -> None:
     """Decode all of a buffer of ``encode_buffer`` into ``outs``, new tensors."""
     device = buffer.get_device()
-    if len(layouts) == 1:
-        decode(buffer, layouts[0], outs[0])
-        return
     with contextlib.ExitStack() as stack:
         if current_device() != device:
             stack.enter_context(torch.cuda.device(device))
