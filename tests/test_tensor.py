@@ -17,7 +17,7 @@ from lct.dtypes import DTYPES
 from lct.errors import CorruptPayloadError
 from lct.ops import patterns
 from lct.presets import PRESETS
-from lct.tensor import decode_all
+from lct.tensor import CompressedBatch, decode_all
 
 BF16 = DTYPES["bfloat16"]
 SIZE = 20_000  # two groups and a partial one
@@ -231,3 +231,19 @@ def test_what_cannot_shrink_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> 
     """On CUDA that would wait for the device, in an optimizer at every step."""
     monkeypatch.setattr(ops, "group_needs", lambda *_: pytest.fail("was measured"))
     assert lct.encode(torch.randn(256).bfloat16(), capacity="exact").preset == "raw"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_batch_of_tensors(count: int) -> None:
+    dense = [CALM, CALM.view(100, -1), CALM[:9000]][:count]
+    batch = CompressedBatch(dense, [748, 784, 800][:count], [False] * count)
+    assert batch.device == CALM.device
+    assert batch.nbytes == [tensor.payload.nbytes for tensor in batch.tensors()]
+    for number, (expected, found) in enumerate(zip(dense, batch.decode(), strict=True)):
+        assert found.shape == expected.shape
+        alone = batch.tensor(number).decode()
+        assert_same_bits(patterns(found), patterns(expected), "values")
+        assert_same_bits(patterns(alone), patterns(expected), "values of one")
+    before = lct.stats()["tensors"]
+    del batch
+    assert lct.stats()["tensors"] == before - count

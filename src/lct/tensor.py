@@ -513,23 +513,23 @@ class CompressedBatch:
         ops.decode_buffer(self._buffer, self._offsets, self._layouts, outs)
         return outs
 
-    def tensors(self) -> list[CompressedTensor]:
-        """Each by itself; payloads are parts of the buffer."""
+    def tensor(self, number: int) -> CompressedTensor:
+        """One by itself; its payload may be a part of the buffer."""
         if self._buffer is None:
-            return self._tensors
-        payload, spill = self._buffer.payload, self._buffer.spill
-        return [
-            CompressedTensor(
-                ops.Stored(payload[offset : offset + size], spill),
-                layout,
-                shape,
-                book_candidates(None),
-                get_preset(None),
-            )
-            for offset, size, layout, shape in zip(
-                self._offsets, self.nbytes, self._layouts, self._shapes, strict=True
-            )
-        ]
+            return self._tensors[number]
+        layout, start = self._layouts[number], self._offsets[number]
+        payload = self._buffer.payload[start : start + layout.size_bytes]
+        return CompressedTensor(
+            ops.Stored(payload, self._buffer.spill),
+            layout,
+            self._shapes[number],
+            book_candidates(None),
+            get_preset(None),
+        )
+
+    def tensors(self) -> list[CompressedTensor]:
+        """Each by itself."""
+        return [self.tensor(number) for number in range(len(self._layouts))]
 
 
 def decode(compressed: CompressedTensor) -> torch.Tensor:

@@ -286,3 +286,36 @@ def test_what_no_gradient_needs_is_let_go(counts: Counts) -> None:
     assert saves.decoded_saves.size_bytes == 4 * SIZE, "the other graph may still ask"
     del other
     assert not saves.decoded_saves.entries and not saves.decoded_saves.size_bytes
+
+
+def test_what_all_layers_share_is_decoded_without_its_neighbours(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the batch of the first layer would wait, decoded, all through backward."""
+    monkeypatch.setattr(activations, "save_batch_bytes", lambda: 2 * SIZE)
+    x, shared = leaf(), leaf() * 1
+
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        for _ in range(6):
+            x = (x * shared).sin()
+        return x
+
+    expected = torch.autograd.grad(layers(x).sum(), x)[0]
+    with lct.compress_activations():
+        out = layers(x)
+    largest = 0
+    keep = saves.decoded_saves.keep
+
+    def watch(*args: Any) -> None:
+        nonlocal largest
+        keep(*args)
+        largest = max(largest, saves.decoded_saves.size_bytes)
+
+    monkeypatch.setattr(saves.decoded_saves, "keep", watch)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    assert_same_bits(expected, found)
+    # The shared one, and the other of a batch.
+    assert largest <= 3 * SIZE
+    assert counts.decodes[1] == 1 and max(counts.decodes) == 2
+    assert not saves.decoded_saves.entries

@@ -25,6 +25,7 @@ from ..text import text_table
 from .bits import pack_bits
 from .room import heard_of_spills
 from .saves import (
+    BatchOrder,
     SaveBatch,
     SavedTogether,
     StoredSave,
@@ -112,6 +113,7 @@ class SavedActivations:
 
         self._ended = ended  # without this object, which what is stored must not keep alive
         self._batch: SaveBatch | None = None
+        self._order = BatchOrder()
         self._most_batch_bytes = 0 if profile else save_batch_bytes()
         # Of the block before, which in a training loop saved as much as this one will.
         self._expected_bytes = _last.dense_bytes if _last is not None else 0
@@ -272,7 +274,7 @@ class SavedActivations:
             self.flush()
             batch = None
         if batch is None:
-            batch = self._batch = SaveBatch(device, stream)
+            batch = self._batch = SaveBatch(device, stream, self._order)
         return batch
 
     def flush(self) -> None:

@@ -10,7 +10,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,21 +110,52 @@ class StoredSave:
         return device.type != "cuda" or _raw_stream(device.index) == self.stream
 
 
+class BatchOrder:
+    """In which order the batches of a block were encoded: backward begins with the last ones."""
+
+    __slots__ = ("count", "undecoded")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.undecoded: weakref.WeakSet[EncodedSaves] = weakref.WeakSet()
+
+    def add(self, saves: Iterable[StoredSave]) -> None:
+        """``saves`` were a batch."""
+        self.count += 1
+        for stored in saves:
+            if isinstance(stored.content, EncodedSaves):
+                stored.content.order, stored.content.rank = self, self.count
+                self.undecoded.add(stored.content)
+
+    def is_early(self, asked: EncodedSaves) -> bool:
+        """Whether backward has others to come to before it comes to those of ``asked``."""
+        # A layer's saves may lie in two batches, and are not asked for from their end on.
+        return any(other.rank > asked.rank + 1 for other in self.undecoded)
+
+
 class EncodedSaves:
     """What saves hold that were encoded together; ``refs``: to each, by its ``number``."""
 
-    __slots__ = ("batch", "refs")
+    __slots__ = ("__weakref__", "batch", "order", "rank", "refs")
 
     def __init__(self, batch: CompressedBatch, saves: Sequence[StoredSave]) -> None:
         self.batch = batch
         self.refs = [weakref.ref(stored) for stored in saves]
+        self.order: BatchOrder | None = None
+        self.rank = 0
 
     def decode(self, asked: StoredSave, alone: bool) -> torch.Tensor:
-        """The values of ``asked``; unless ``alone`` those of others wait for backward to ask."""
+        """The values of ``asked``. Unless ``alone``, those of others wait for backward to ask.
+
+        Not where that is early: what all layers share, such as rotary tables, is asked for first,
+        its neighbours last.
+        """
         with decoded_saves.lock:
             members = {asked.number: asked}
-            if not alone:
+            if not alone and not (self.order is not None and self.order.is_early(self)):
                 members |= dict(self._wanted())
+                if self.order is not None:
+                    self.order.undecoded.discard(self)
             try:
                 flats = self._decode([*members])
             except torch.OutOfMemoryError:  # there may be room for one
@@ -151,8 +183,7 @@ class EncodedSaves:
         if len(numbers) == len(self.refs):
             flats = self.batch.decode()
             return [flats[number] for number in numbers]
-        tensors = self.batch.tensors()
-        return decode_all([tensors[number] for number in numbers])
+        return decode_all([self.batch.tensor(number) for number in numbers])
 
 
 @dataclass(slots=True)
@@ -180,11 +211,12 @@ class SaveBatch:
     as it is.
     """
 
-    __slots__ = ("device", "refs", "size_bytes", "stream")
+    __slots__ = ("device", "order", "refs", "size_bytes", "stream")
 
-    def __init__(self, device: torch.device, stream: int) -> None:
+    def __init__(self, device: torch.device, stream: int, order: BatchOrder) -> None:
         self.device = device
         self.stream = stream
+        self.order = order
         self.refs: list[weakref.ref[StoredSave]] = []
         self.size_bytes = 0
 
@@ -199,16 +231,17 @@ class SaveBatch:
         waiting = [stored for stored in alive if stored.waits_for_encode()]
         if not waiting:
             return
-        if self.device.type != "cuda" or _raw_stream(self.device.index) == self.stream:
+        with self._on_its_stream():
             encode_saves(waiting)
-            return
+        self.order.add(waiting)
+
+    def _on_its_stream(self) -> AbstractContextManager[Any]:
+        if self.device.type != "cuda" or _raw_stream(self.device.index) == self.stream:
+            return nullcontext()
         default = torch.cuda.default_stream(self.device)
         if self.stream == default.cuda_stream:
-            stream: torch.cuda.Stream = default
-        else:
-            stream = torch.cuda.ExternalStream(self.stream, device=self.device)
-        with torch.cuda.stream(stream):
-            encode_saves(waiting)
+            return torch.cuda.stream(default)
+        return torch.cuda.stream(torch.cuda.ExternalStream(self.stream, device=self.device))
 
 
 def encode_saves(saves: Sequence[StoredSave]) -> None:
