@@ -363,7 +363,18 @@ def test_pairs() -> None:
     row = measure_pairs(replace(CASE, variant="lct-all", identity=False), RANDOM, 2)
     assert row["base"] == "dense" and row["pairs"] == 2
     assert row["loss_sha256"] == row["base_loss_sha256"]
+    assert row["first_difference"] is None
     assert row["ratio_median"] > 0 and row["gpu_busy_ratio"] is None
+    control = measure_pairs(replace(CASE, variant="dense", identity=False), RANDOM, 2)
+    assert control["base"] == "dense" and control["first_difference"] is None
+    assert control["loss_sha256"] == row["base_loss_sha256"]
+
+
+def test_pairs_say_where_losses_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([[1.0, 2.0, 3.0], [1.0, 2.5, 3.0]])
+    monkeypatch.setattr(Run, "loss_values", lambda run: next(losses))
+    row = measure_pairs(replace(CASE, variant="lct-all", identity=False), RANDOM, 1)
+    assert row["first_difference"] == 1 and row["loss_sha256"] != row["base_loss_sha256"]
 
 
 def test_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,7 +536,11 @@ def test_command_reports_what_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (("qwen3-tiny", "--memory-limit", "500MiB"), 2, "at least 1GiB"),
         (("qwen3-tiny", "--device", "cpu", "--memory-limit", "24GiB"), 1, "CUDA device"),
         (("qwen3-tiny", "--device", "cpu", "--identity", "--pairs", "3"), 1, "one of"),
-        (("qwen3-tiny", "--device", "cpu", "--pairs", "3", "--variants", "dense"), 1, "with LCT"),
+        (
+            ("qwen3-tiny", "--device", "cpu", "--pairs", "3", "--variants", "recompute"),
+            1,
+            "with LCT",
+        ),
         (
             (
                 "qwen3-tiny",

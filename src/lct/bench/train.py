@@ -114,7 +114,10 @@ def _measure(case: Case, tokens: Tokens) -> dict[str, Any]:
 def measure_pairs(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any]:
     """Steps of ``case`` and of the same without LCT, both alive on the device, in turn.
 
-    Ratios are those of pairs, whose order alternates. ``completed`` is False where memory ran out.
+    Ratios are those of pairs, whose order alternates. A dense case is paired with itself: what the
+    machine's noise does to a ratio, and whether kernels repeat their bits. ``first_difference``:
+    the first step, warm-up included, whose losses differ. ``completed`` is False where memory ran
+    out.
     """
     row = _named(case) | _within_memory(_measure_pairs, case, tokens, pairs)
     return row | _settings(case, tokens)
@@ -133,7 +136,9 @@ def _measure_pairs(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any]:
     busy: list[float | None] = [None, None]
     if case.profiled and runs[0].device.type == "cuda":
         busy = [profile_steps(run.next_step, case.profiled)["gpu_busy_ms"] for run in runs]
-    hashes = [hash_losses(run.loss_values()) for run in runs]
+    losses = [run.loss_values() for run in runs]
+    hashes = [hash_losses(values) for values in losses]
+    differ = (step for step, (a, b) in enumerate(zip(*losses, strict=True)) if a != b)
     ratios = summarize([b / a for a, b in zip(*times, strict=True)])
     medians = [summarize(values) for values in times]
     return {
@@ -146,6 +151,7 @@ def _measure_pairs(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any]:
         "base_gpu_busy_ms": busy[0],
         "gpu_busy_ms": busy[1],
         "gpu_busy_ratio": busy[1] / busy[0] if busy[0] and busy[1] else None,
+        "first_difference": next(differ, None),
         "base_loss_sha256": hashes[0],
         "loss_sha256": hashes[1],
         "completed": True,

@@ -285,12 +285,12 @@ def _parse_mib(text: str | None) -> int | None:
 
 
 def _with_counterparts(wanted: list[str], *, identity: bool, pairs: bool) -> list[str]:
-    """The variants to run: with those that LCT's are compared with, or LCT's alone for pairs."""
-    from ..bench.variants import VARIANTS
+    """The variants to run: with those that LCT's are compared with; for pairs LCT's, and dense."""
+    from ..bench.variants import DENSE, VARIANTS
 
     equals = {name: VARIANTS[name].equals for name in wanted}
     if pairs:
-        return [name for name in wanted if equals[name] is not None]
+        return [name for name in wanted if equals[name] is not None or name == DENSE]
     if identity:
         counterparts = [name for name in equals.values() if name is not None]
         return list(dict.fromkeys([*counterparts, *wanted]))

@@ -97,7 +97,10 @@ def _print_pairs(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if not row["completed"]:
             continue
-        same = row["loss_sha256"] == row["base_loss_sha256"]
+        losses = "the same"
+        if row["loss_sha256"] != row["base_loss_sha256"]:
+            first = row.get("first_difference")  # older files lack it
+            losses = "differ" if first is None else f"differ from step {first} on"
         shown.add_row(
             row["model"],
             row["configuration"],
@@ -110,7 +113,7 @@ def _print_pairs(rows: list[dict[str, Any]]) -> None:
             _number(row["gpu_busy_ratio"], ".3f"),
             f"{row['step_ms_median']:.2f}",
             f"{row['base_step_ms_median']:.2f}",
-            "the same" if same else "differ",
+            losses,
         )
     print_table(shown)
 
