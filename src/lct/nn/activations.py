@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -208,8 +209,9 @@ class SavedActivations:
         stored = StoredSave(flat, upcast, source, stream, site, self.profile)
         ref = weakref.KeyedRef(stored, self._ended, key)
         self._seen_bytes += size
-        if coded and size <= self._batch_bytes() and _may_wait(tensor.device):
-            self._batch_for(tensor.device, stream, size).add(ref, size)
+        limit = self._batch_bytes() if coded else 0
+        if size <= limit and _may_wait(tensor.device):
+            self._batch_for(tensor.device, stream, size, limit).add(ref, size)
         else:
             started = time_when_done(tensor.device) if self.profile else 0.0
             encode_saves([stored])
@@ -263,13 +265,15 @@ class SavedActivations:
         share = int(max(self._expected_bytes, self._seen_bytes) * BATCH_SHARE)
         return min(self._most_batch_bytes, share)
 
-    def _batch_for(self, device: torch.device, stream: int, size_bytes: int) -> SaveBatch:
-        """The batch that takes so many bytes more; one that is full is encoded."""
+    def _batch_for(
+        self, device: torch.device, stream: int, size_bytes: int, limit: int
+    ) -> SaveBatch:
+        """The batch that takes so many bytes more; one that would exceed ``limit`` is encoded."""
         batch = self._batch
         if batch is not None and (
             batch.stream != stream
             or batch.device != device
-            or batch.size_bytes + size_bytes > self._batch_bytes()
+            or batch.size_bytes + size_bytes > limit
         ):
             self.flush()
             batch = None
@@ -376,7 +380,7 @@ def _reason_to_keep(tensor: torch.Tensor, min_bytes: int) -> str:
         return "it is a parameter or a subclass"
     rule = SAVE_RULES.get(tensor.dtype)
     if rule is None:
-        return f"{tensor.dtype} is not compressed"
+        return _no_codec_for(tensor.dtype)
     if tensor.layout != torch.strided or not (tensor.is_cuda or tensor.is_cpu or tensor.is_meta):
         return "its layout or device has no codec"
     size = tensor.untyped_storage().nbytes()
@@ -393,6 +397,11 @@ def _reason_to_keep(tensor: torch.Tensor, min_bytes: int) -> str:
     if tensor.grad_fn is not None and tensor.grad_fn.name() in _OF_LOSSES:
         return "a loss saves it, which backward asks for first"
     return ""
+
+
+@cache
+def _no_codec_for(dtype: torch.dtype) -> str:
+    return f"{dtype} is not compressed"
 
 
 def is_exact_upcast(tensor: torch.Tensor) -> bool:

@@ -361,7 +361,8 @@ decoded_saves = _Decoded()
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of the current device is being captured into a graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    # torch.cuda's function costs a microsecond more, and this is asked for every save.
+    return device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def stream_of(tensor: torch.Tensor) -> int:
