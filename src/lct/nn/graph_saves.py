@@ -347,7 +347,7 @@ def _insert_load(graph: Graph, ticket: Node, given: Sequence[Sequence[Node]]) ->
 
 
 def _source(node: Node) -> Source:
-    """Where the model makes what ``node`` gives."""
+    """Where the model makes what ``node`` gives, as files lay when the graph was compiled."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if not is_internal(frame[0])]
     place = ":".join((own or frames or [("compiled graph",)])[-1])
