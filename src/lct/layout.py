@@ -5,7 +5,9 @@ Pure arithmetic on sizes: every size is known to the host before anything is enc
 
 from __future__ import annotations
 
+import itertools
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -21,6 +23,7 @@ FORMAT_VERSION = 2
 HEADER = struct.Struct("<BBBBBBHQ")  # version, preset, dtype, book, shift, 0, capacity, num_values
 HEADER_BYTES = HEADER.size
 ALIGNMENT = 16
+BUFFER_ALIGNMENT = 256  # of payloads that share a buffer: no two of them share a sector
 WORD_BYTES = 4
 CHUNK_BYTES = 8192
 FIRST_WORDS = 2 * LANES  # a pooled group hands two words to every lane before its first step
@@ -230,6 +233,19 @@ def parse_header(data: bytes) -> tuple[PayloadLayout, int, int]:
     except ValueError as error:
         raise CorruptPayloadError(str(error)) from None
     return layout, book, shift
+
+
+def buffer_offsets(layouts: Sequence[PayloadLayout]) -> list[int] | None:
+    """Where payloads begin that share a buffer, and its size; None unless one kernel codes them.
+
+    That is, they are several, pooled, and of one dtype.
+    """
+    first = layouts[0]
+    alike = all(o.preset is first.preset and o.dtype is first.dtype for o in layouts)
+    if len(layouts) == 1 or not first.preset.pooled or not alike:
+        return None
+    sizes = [align(layout.size_bytes, BUFFER_ALIGNMENT) for layout in layouts]
+    return list(itertools.accumulate(sizes, initial=0))
 
 
 def best_capacity(needs: np.ndarray, headroom_words: int = 0) -> int:

@@ -113,13 +113,14 @@ def encode_buffer(
 
     None where that is not one launch on CUDA.
     """
-    if not denses[0].is_cuda:
-        return None
-    made = _cuda().encode_buffer(denses, layouts, candidates)
+    if denses[0].is_cuda:
+        made: Any = _cuda().encode_buffer(denses, layouts, candidates)
+    else:
+        made = meta.encode_buffer(layouts) if denses[0].is_meta else None
     if made is None:
         return None
-    buffer, offsets, lease = made
-    return Stored(buffer, lease), offsets
+    buffer, offsets, spill = made
+    return Stored(buffer, spill), offsets
 
 
 def decode_buffer(
@@ -129,7 +130,8 @@ def decode_buffer(
     outs: Sequence[torch.Tensor],
 ) -> None:
     """Decode all of ``encode_buffer`` into new tensors, in one launch."""
-    _cuda().decode_buffer(stored.payload, offsets, layouts, outs)
+    if not stored.payload.is_meta:
+        _cuda().decode_buffer(stored.payload, offsets, layouts, outs)
 
 
 def decode(stored: Stored, layout: PayloadLayout, out: torch.Tensor) -> torch.Tensor:

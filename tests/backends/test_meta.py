@@ -8,6 +8,7 @@ import torch
 import lct
 from lct.backends import meta
 from lct.nn import CompressedWeight
+from lct.tensor import CompressedBatch
 from training import BF16, TiedTransformer
 
 
@@ -54,3 +55,14 @@ def test_steps_without_values(kind: str, device: str) -> None:
             name = "exp_avg" if kind == "AdamW" else "momentum_buffer"
             assert isinstance(state[name], lct.CompressedTensor)
             assert linear.weight.compressed.can_step_fused(state[name]) == (device == "cuda")
+
+
+@pytest.mark.parametrize(("device", "shares"), [("cuda", True), ("cpu", False)])
+def test_payloads_share_a_buffer_as_on_the_device(device: str, shares: bool) -> None:
+    dense = [torch.empty(20_000 + k, dtype=torch.bfloat16, device="meta") for k in range(3)]
+    with meta.stands_for(device):
+        batch = CompressedBatch(dense, [748] * 3, [False] * 3)
+        storages = {one.payload.untyped_storage()._cdata for one in batch.tensors()}
+        assert len(storages) == (1 if shares else 3)
+        assert [out.shape for out in batch.decode()] == [tensor.shape for tensor in dense]
+        assert batch.nbytes == [one.payload.nbytes for one in batch.tensors()]

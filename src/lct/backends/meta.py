@@ -7,12 +7,12 @@ spills. A meta tensor says nothing of the device that it stands for; ``stands_fo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from ..layout import PayloadLayout
+from ..layout import PayloadLayout, buffer_offsets
 
 # What the widest of many groups of Gaussian values needs: 705 to 728 words, by where the scale lies
 # between two powers of two (`lct analyze` has the bits by phase).
@@ -41,6 +41,17 @@ def encode(layout: PayloadLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """(payload, spill): the sizes that they have where nothing spills."""
     payload = torch.empty(layout.size_bytes, dtype=torch.uint8, device="meta")
     return payload, payload[:0]
+
+
+def encode_buffer(
+    layouts: Sequence[PayloadLayout],
+) -> tuple[torch.Tensor, list[int], torch.Tensor] | None:
+    """(buffer, offsets, spill) of payloads that share one, as they do on CUDA; else None."""
+    offsets = buffer_offsets(layouts) if steps_fused() else None
+    if offsets is None:
+        return None
+    buffer = torch.empty(offsets.pop(), dtype=torch.uint8, device="meta")
+    return buffer, offsets, buffer[:0]
 
 
 def group_needs(layout: PayloadLayout) -> np.ndarray:

@@ -29,7 +29,7 @@ from ...layout import (
     STATE_WIDE,
     WORD_BYTES,
     PayloadLayout,
-    align,
+    buffer_offsets,
 )
 from ...presets import LANES, STEP_VALUES
 from . import arena as arenas
@@ -40,7 +40,6 @@ NO_BLOCK = 0xFFFFFFFF
 CAPTURED = 1 << 62  # launch number of captured launches: the host never learns that they are done
 ENCODE_TABLE_BYTES = (jit.ENCODE_PAIRS_WORDS + jit.ENCODE_WORDS) * WORD_BYTES
 DECODE_TABLE_BYTES = (jit.PAIRS_WORDS + jit.SINGLES_WORDS) * WORD_BYTES
-_BUFFER_ALIGNMENT = 256  # of payloads that share a buffer: no two of them share a sector
 # Torch's own, without what its Python functions check at each call. CPU builds lack them.
 # current_stream(device): torch's current stream there, as the driver's handle.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -367,17 +366,14 @@ def encode_buffer(
     if current_device() != device:
         with torch.cuda.device(device):
             return encode_buffer(denses, layouts, candidates)
-    first = layouts[0]
+    offsets = buffer_offsets(layouts)
     if (
-        not 1 < len(layouts) <= jit.MOST_TENSORS
-        or not first.preset.pooled
-        or any(o.preset is not first.preset or o.dtype is not first.dtype for o in layouts)
+        offsets is None
+        or len(layouts) > jit.MOST_TENSORS
         or sum(map(worst_chunks, layouts)) * 2 > arenas.of(device).limit_chunks
         or is_capturing()
     ):
         return None
-    sizes = [align(layout.size_bytes, _BUFFER_ALIGNMENT) for layout in layouts]
-    offsets = list(itertools.accumulate(sizes, initial=0))
     buffer = torch.empty(offsets.pop(), dtype=torch.uint8, device=denses[0].device)
     held = Lease(device)
     start, serial = buffer.data_ptr(), held.serial
