@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from lct.tensor import CompressedTensor
 # Models this small gain nothing from threads, and OpenMP threads that spin starve other processes.
 torch.set_num_threads(1)
 BF16 = torch.bfloat16
+_HAS_COMPILER = any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
+needs_compiler = pytest.mark.skipif(not _HAS_COMPILER, reason="Inductor needs a C++ compiler")
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import gc
 import os
-import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +31,7 @@ from training import (
     assert_same_model,
     assert_same_state,
     make,
+    needs_compiler,
     random_bits,
     store_small_tensors,
     token_batches,
@@ -42,8 +42,6 @@ from training import (
 # cuBLAS is deterministic with a workspace of its own for each stream; it reads this once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 WIDTH = 64
-HAS_COMPILER = any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
-needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="Inductor needs a C++ compiler")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
 
 

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule
 import lct
 from lct.nn import ahead, compiled, graph_pass
 from lct.nn.graph_pass import DecodeTogether
-from training import BF16, assert_same_bits
+from training import BF16, assert_same_bits, needs_compiler
 
 SIZE = 128  # a square weight: 32 KiB
 
@@ -131,6 +131,7 @@ def test_where_launches_cost_nothing(calls: list[int], monkeypatch: pytest.Monke
     assert calls == [1] * 16
 
 
+@needs_compiler
 def test_inductor_runs_it(calls: list[int]) -> None:
     dense, compressed = pair()
     with inductor_config.patch(emulate_precision_casts=True):

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import lct
 from lct.nn import graph_saves
 from lct.nn.graph_saves import SavesEncoded
-from training import BF16, assert_same_bits
+from training import BF16, assert_same_bits, needs_compiler
 
 WIDTH = 64
 ROWS = 256  # a saved tensor: 32 KiB in BF16
@@ -152,6 +152,7 @@ def test_the_same_bits_and_one_op_a_graph(graphs: Graphs) -> None:
     assert seen["stored_bytes"] < 0.72 * seen["dense_bytes"]
 
 
+@needs_compiler
 @pytest.mark.parametrize("turn", ["as it is compiled", "from the cache on disk"])
 def test_inductor(turn: str) -> None:
     model = same_model()
