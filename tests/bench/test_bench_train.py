@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -438,6 +439,32 @@ def test_batches_repeat_and_hold_out() -> None:
 def test_merged_intervals() -> None:
     assert profile.merged_length([]) == 0
     assert profile.merged_length([(5, 6), (0, 2), (1, 3), (1.5, 2), (3, 4)]) == 5
+
+
+def test_a_profile_is_of_the_gpu_and_of_calls_to_it() -> None:
+    def event(name: str, start: float, end: float, cuda: bool, annotation: bool = False) -> Any:
+        device = profile.DeviceType.CUDA if cuda else profile.DeviceType.CPU
+        time = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(
+            name=name, time_range=time, device_type=device, is_user_annotation=annotation
+        )
+
+    found = profile.summarize_events(
+        [
+            event("kernel", 0, 4000, True),
+            event("kernel", 3000, 5000, True),
+            event("a range", 0, 90000, True, annotation=True),
+            event("cudaLaunchKernel", 0, 300, False),
+            event("cudaLaunchKernel", 500, 600, False),
+            event("cuLaunchKernel", 700, 720, False),
+            event("aten::mm", 0, 900, False),
+        ],
+        num_steps=2,
+    )
+    assert found["gpu_busy_ms"] == 2.5 and found["gpu_kernels_ms"] == {"kernel": 3.0}
+    assert found["host_calls_ms"] == {"cudaLaunchKernel": 0.2, "cuLaunchKernel": 0.01}
+    assert found["host_calls"] == {"cudaLaunchKernel": 1.0, "cuLaunchKernel": 0.5}
+    assert profile.summarize_events([], 1)["gpu_busy_ms"] is None
 
 
 def test_items_at_the_peak() -> None:
