@@ -251,6 +251,18 @@ def test_what_no_backward_asks_for_is_dropped(graphs: Graphs) -> None:
     assert not graph_saves._saved
 
 
+def test_hooks_that_copy_lose_the_ticket(graphs: Graphs) -> None:
+    """Within a block of their own, around a graph that was compiled in one of LCT's."""
+    model = compiled(same_model(), graphs.backend)
+    run(model, encoding, steps=1)
+
+    def copying() -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda packed: packed)
+
+    with pytest.raises(RuntimeError, match="must not copy what they get"):
+        run(model, copying, steps=1)
+
+
 def test_a_ticket_of_nothing() -> None:
     with pytest.raises(RuntimeError, match="saved for backward is gone"):
         torch.ops.lct.load_all(torch.tensor([0]), [], [], [], [], torch.device("cpu"))
@@ -416,6 +428,25 @@ def test_partitioners_of_users_come_first() -> None:
     backend = aot_autograd(fw_compiler=graphs, bw_compiler=graphs, partition_fn=installed)
     run(compiled(same_model(), backend), encoding)
     assert own.called == 1 and graphs.saves
+
+
+class Renaming(Own):
+    """The backward graph's inputs have names of their own."""
+
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        forward, backward = super().__call__(gm, joint_inputs, **kwargs)
+        for node in backward.graph.find_nodes(op="placeholder"):
+            node._rename(f"own_{node.name}")
+        return forward, backward
+
+
+def test_graphs_that_do_not_fit_are_left_to_the_hooks(graphs: Graphs) -> None:
+    model = same_model()
+    expected = expected_of(model)
+    partition = SavesEncoded(Renaming())
+    backend = aot_autograd(fw_compiler=graphs, bw_compiler=graphs, partition_fn=partition)
+    check(expected, run(compiled(model, backend), encoding))
+    assert not graphs.saves and lct.stats()["activations"]["encoded"]
 
 
 def test_what_graphs_on_disk_are_known_by() -> None:

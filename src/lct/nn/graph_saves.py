@@ -108,7 +108,8 @@ def _load_all(
     if saved is None:
         raise RuntimeError(
             f"what a compiled graph saved for backward is gone (ticket {number}): backward through "
-            "a graph a second time needs retain_graph=True the first time"
+            "a graph a second time needs retain_graph=True the first time, and other hooks on "
+            "saved tensors must not copy what they get"
         )
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
     flats = saved.decode(keep)
@@ -217,8 +218,9 @@ def encode_saved(
     output = forward.graph.output_node()
     outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    if any(node.name not in inputs for node in outputs[num_outputs:]):
+        return  # another partitioner than torch's, which calls them otherwise
     aliases = _chosen(forward.graph, outputs, num_outputs, min_bytes)
-    aliases = {node: same for node, same in aliases.items() if all(n.name in inputs for n in same)}
     for group in _groups(forward.graph, aliases):
         # The first of what is saved in both graphs: autograd expects some tensors at the end.
         place = inputs[outputs[num_outputs].name]
