@@ -5,7 +5,9 @@ On the CPU, where batches are switched on; tests/nn/test_training_gpu.py has the
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import random
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -319,3 +321,62 @@ def test_what_all_layers_share_is_decoded_without_its_neighbours(
     assert largest <= 3 * SIZE
     assert counts.decodes[1] == 1 and max(counts.decodes) == 2
     assert not saves.decoded_saves.entries
+
+
+def random_graph(
+    chooser: random.Random, leaves: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Some outputs of a graph of ops that save what others have made, and an order of them."""
+    pool, outs = list(leaves), []
+    for _ in range(chooser.randint(3, 25)):
+        a, b = chooser.choice(pool), chooser.choice(pool)
+        made: Callable[[], torch.Tensor] = chooser.choice(
+            [
+                a.sin,
+                lambda a=a, b=b: a * b,
+                lambda a=a, b=b: a @ b / 64,
+                lambda a=a, b=b: a.t() * b,
+                lambda a=a, b=b: torch.where(a > 0, a, b),
+                lambda a=a, b=b: (a.float() * b.float()).to(BF16),
+                lambda a=a: a.reshape(-1)[: a.numel() // 2].cos().repeat(2).view(SHAPE),
+            ]
+        )
+        pool.append(made())
+        if chooser.random() < 0.2:
+            outs.append(pool[-1])
+    outs.append(pool[-1])
+    return outs, chooser.sample(range(len(outs)), len(outs))
+
+
+def random_gradients(seed: int, within: Callable[[], Any]) -> list[torch.Tensor | None]:
+    """Gradients of those outputs, one after another; some graphs are kept, some never asked."""
+    chooser = random.Random(seed)
+    torch.manual_seed(seed)
+    leaves = [leaf() for _ in range(3)]
+    with within():
+        outs, order = random_graph(chooser, leaves)
+    found: list[torch.Tensor | None] = []
+    for number in order:
+        last = number == order[-1] and chooser.random() < 0.7
+        if outs[number].requires_grad and chooser.random() < 0.85:
+            loss = outs[number].float().sum()
+            found += torch.autograd.grad(loss, leaves, retain_graph=not last, allow_unused=True)
+    return found
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_graphs(part: int, counts: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(12 * part, 12 * part + 12):
+        chooser = random.Random(~seed)
+        limit = chooser.choice([1, 2, 3, 5, 100]) * SIZE
+        monkeypatch.setattr(activations, "save_batch_bytes", lambda limit=limit: limit)
+        monkeypatch.setattr(saves, "SHARED_DECODED_BYTES", chooser.choice([1, 3, 99]) * SIZE)
+        expected = random_gradients(seed, contextlib.nullcontext)
+        found = random_gradients(seed, lct.compress_activations)
+        for want, got in zip(expected, found, strict=True):
+            assert (want is None) == (got is None), seed
+            if want is not None and got is not None:
+                assert_same_bits(want, got, f"seed {seed}")
+        gc.collect()
+        assert not saves.decoded_saves.entries and not saves.decoded_saves.size_bytes, seed
+    assert max(counts.encodes) > 1 and max(counts.decodes) > 1
