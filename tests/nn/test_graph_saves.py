@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
@@ -44,6 +44,7 @@ class Graphs:
     def __init__(self) -> None:
         self.saves: list[int] = []  # tensors of each save_all
         self.loads = 0
+        self.views = 0  # of what a load_all has decoded
 
     def __call__(self, module: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
         ops = torch.ops.lct
@@ -51,6 +52,9 @@ class Graphs:
             if node.target is ops.save_all.default:
                 self.saves.append(len(node.args[0]))
             self.loads += node.target is ops.load_all.default
+            if node.target is torch.ops.aten.as_strided.default:
+                source = node.args[0].args[0]
+                self.views += getattr(source, "target", None) is ops.load_all.default
         return make_boxed_func(module.forward)
 
     @property
@@ -307,11 +311,29 @@ def test_kinds_of_saves(kind: type[nn.Module], graphs: Graphs) -> None:
     assert graphs.saves
 
 
+class SavesAll(CustomPartitionerFn):
+    """Nothing is computed again in backward, so that views are saved beside what they are of."""
+
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        kwargs.pop("static_lifetime_input_indices", None)
+        return default_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        return "saves all"
+
+
 def test_views_of_a_storage_are_encoded_once(graphs: Graphs) -> None:
     model = same_model(Transposed(), nn.Linear(WIDTH, WIDTH, dtype=BF16))
-    run(compiled(model, graphs.backend), encoding)
+    found = {}
+    for save in (contextlib.nullcontext, encoding):
+        torch._dynamo.reset()
+        partition = SavesEncoded(SavesAll())
+        backend = aot_autograd(fw_compiler=graphs, bw_compiler=graphs, partition_fn=partition)
+        found[save] = run(compiled(model, backend), save)
+    check(found[contextlib.nullcontext], found[encoding])
+    assert graphs.views > 0, "the others are views of what is decoded"
     sites = lct.stats()["activations"]["sites"]
-    assert sum(site["encoded"] for site in sites if site["producer"] == "sin") <= 1
+    assert sum(site["encoded"] for site in sites if site["producer"] in ("sin", "t")) == 1
 
 
 def test_masks_become_bits() -> None:
@@ -332,7 +354,7 @@ def test_unknown_sizes_are_left_to_the_hooks(graphs: Graphs) -> None:
     for block in dynamic:
         block.compile(backend=graphs.backend, dynamic=True)
     check(expected, run(dynamic, encoding, steps=3, rows=rows))
-    assert lct.stats()["activations"]["encoded"]
+    assert not graphs.saves and lct.stats()["activations"]["encoded"]
 
 
 def test_min_bytes(graphs: Graphs) -> None:
