@@ -504,8 +504,9 @@ class CompressedBatch:
     def decode(self) -> list[torch.Tensor]:
         """The dense tensors, in new memory each."""
         if self._buffer is None:
-            one = len(self._tensors) == 1
-            return [self._tensors[0].decode()] if one else decode_all(self._tensors)
+            if len(self._tensors) == 1:  # without lists of one, which cost the host more
+                return [self._tensors[0].decode()]
+            return decode_all(self._tensors)
         outs = [
             torch.empty(shape, dtype=_TORCH_DTYPES[layout.dtype.name], device=self.device)
             for shape, layout in zip(self._shapes, self._layouts, strict=True)

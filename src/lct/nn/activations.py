@@ -241,7 +241,7 @@ class SavedActivations:
         ):
             if flat.dtype == torch.bool:
                 bits = saved.others[number] = pack_bits(flat.view(-1))
-                saved.count(site, flat, bits.payload.nbytes)
+                site.count_encode(flat.nbytes, bits.payload.nbytes)
                 continue
             site.room.look(flat, upcast)
             if site.room.pays:

@@ -19,7 +19,7 @@ import torch
 
 from ..tensor import CompressedBatch, decode_all
 from .bits import PackedBits, pack_bits
-from .sites import SaveSite, share_seconds
+from .sites import SaveSite, shares_of
 
 MOST_TOGETHER = 16  # saves that are encoded together at most: what one launch takes
 # Decoded storages that wait for their other consumers (k and q, after v) may take this much.
@@ -83,8 +83,8 @@ class StoredSave:
             if shared:
                 decoded_saves.keep(self, flat)
         if not shared and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # The last consumer has it, and the graph is freed as it goes: holding the payload too
-            # would raise the peak above the dense run's where backward begins.
+            # The last consumer has it, and the graph is freed as it goes: the payload goes too, or
+            # with the last of its batch.
             self.content = _Handed(flat, flat._version)
         return flat
 
@@ -292,20 +292,16 @@ class SavedTogether:
     def encode(self, numbers: Sequence[int], flats: Sequence[Any], upcast: bool) -> None:
         """Encode those of ``numbers``, of one dtype."""
         sites = [self.sites[number] for number in numbers]
-        started = time_when_done(flats[0].device) if self.profile else 0.0
+        device = flats[0].device
+        started = time_when_done(device) if self.profile else 0.0
         batch = CompressedBatch(flats, [site.room.words for site in sites], [upcast] * len(numbers))
         if self.profile:
-            share_seconds(sites, flats, "encode_seconds", time_when_done(flats[0].device) - started)
+            shares = shares_of(time_when_done(device) - started, flats)
+            for site, seconds in zip(sites, shares, strict=True):
+                site.encode_seconds += seconds
         for site, flat, size in zip(sites, flats, batch.nbytes, strict=True):
-            self.count(site, flat, size)
+            site.count_encode(flat.nbytes, size)
         self.batches.append((numbers, batch))
-
-    @staticmethod
-    def count(site: SaveSite, dense: torch.Tensor, stored_bytes: int) -> None:
-        """``dense`` was encoded."""
-        site.encoded += 1
-        site.dense_bytes += dense.nbytes
-        site.stored_bytes += stored_bytes
 
     def decode(self, keep: bool) -> list[torch.Tensor]:
         """All, flat or as they lay, in memory of their own; ``keep``: the next time too."""
@@ -314,9 +310,9 @@ class SavedTogether:
             started = time_when_done(batch.device) if self.profile else 0.0
             flats = batch.decode()
             if self.profile:
-                seconds = time_when_done(batch.device) - started
-                sites = [self.sites[number] for number in numbers]
-                share_seconds(sites, flats, "decode_seconds", seconds)
+                shares = shares_of(time_when_done(batch.device) - started, flats)
+                for number, seconds in zip(numbers, shares, strict=True):
+                    self.sites[number].decode_seconds += seconds
             for number, flat in zip(numbers, flats, strict=True):
                 found[number] = flat
         for number, other in self.others.items():

@@ -43,6 +43,12 @@ class SaveSite:
         """Bytes that compression saves, of all storages of this site."""
         return self.dense_bytes - self.stored_bytes
 
+    def count_encode(self, dense_bytes: int, stored_bytes: int) -> None:
+        """A storage was encoded."""
+        self.encoded += 1
+        self.dense_bytes += dense_bytes
+        self.stored_bytes += stored_bytes
+
     def as_dict(self) -> dict[str, Any]:
         """The same for programs."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "room"}
@@ -95,13 +101,10 @@ class Sites:
         return site
 
 
-def share_seconds(
-    sites: Sequence[Any], tensors: Sequence[torch.Tensor], field: str, seconds: float
-) -> None:
-    """Add ``seconds``, which all ``tensors`` took together, to ``field`` of their sites by size."""
+def shares_of(seconds: float, tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The share of each of ``tensors``, by size, in the time that all took together."""
     total = sum(tensor.nbytes for tensor in tensors)
-    for site, tensor in zip(sites, tensors, strict=True):
-        setattr(site, field, getattr(site, field) + seconds * tensor.nbytes / total)
+    return [seconds * tensor.nbytes / total for tensor in tensors]
 
 
 def is_internal(file: str) -> bool:
