@@ -9,8 +9,7 @@ decoded, and uses of one weight in different places stay apart.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from ..tensor import CompressedTensor, decode_all
 from . import graph_pass
 from .ahead import decode_for_op
 from .compressed_weight import CompressedWeight
+from .graph_ops import define, split_by_rank
 from .handles import root_of
 
 
@@ -78,11 +78,6 @@ def _decode_fake(
     return torch.empty(size, dtype=dtype, device=handle.device)
 
 
-def _split(dims: Sequence[int], ranks: Sequence[int]) -> list[Sequence[int]]:
-    ends = list(itertools.accumulate(ranks, initial=0))
-    return [dims[start:end] for start, end in itertools.pairwise(ends)]
-
-
 def _decode_all(
     handles: list[torch.Tensor],
     dims: Sequence[int],
@@ -90,7 +85,7 @@ def _decode_all(
     dtype: torch.dtype,
     after: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    sizes = _split(dims, ranks)
+    sizes = split_by_rank(dims, ranks)
     roots = [_root(handle, size, dtype) for handle, size in zip(handles, sizes, strict=True)]
     return decode_all(roots)
 
@@ -102,29 +97,26 @@ def _decode_all_fake(
     dtype: torch.dtype,
     after: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    sizes = _split(dims, ranks)
+    sizes = split_by_rank(dims, ranks)
     return [
         torch.empty(size, dtype=dtype, device=handle.device)
         for handle, size in zip(handles, sizes, strict=True)
     ]
 
 
-_library = torch.library.Library("lct", "DEF")
-_SCHEMAS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "decode(Tensor handle, SymInt[] size, ScalarType dtype, Tensor[] after) -> Tensor": (
-        _decode,
-        _decode_fake,
-    ),
-    # `dims`: the sizes one after another, `ranks`: how many of them belong to each.
+# Inductor need not lay out `after` as it was traced, for nobody reads it.
+define(
+    "decode(Tensor handle, SymInt[] size, ScalarType dtype, Tensor[] after) -> Tensor",
+    _decode,
+    _decode_fake,
+    torch.Tag.flexible_layout,
+)
+# `dims`: the sizes one after another, `ranks`: how many of them belong to each.
+define(
     "decode_all(Tensor[] handles, int[] dims, int[] ranks, ScalarType dtype, Tensor[] after)"
-    " -> Tensor[]": (_decode_all, _decode_all_fake),
-}
-for _schema, (_function, _fake) in _SCHEMAS.items():
-    _name = _schema.partition("(")[0]
-    # Inductor need not lay out `after` as it was traced, for nobody reads it. A captured CUDA graph
-    # would decode from where, and as, the payload lay then.
-    _library.define(_schema, tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe))
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"lct::{_name}", _fake, lib=_library)
+    " -> Tensor[]",
+    _decode_all,
+    _decode_all_fake,
+    torch.Tag.flexible_layout,
+)
 graph_pass.install()

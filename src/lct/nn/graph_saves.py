@@ -30,6 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..config import save_batch_bytes
 from .activations import SAVE_RULES, active_block
 from .compressed_weight import TRACE_VERSION
+from .graph_ops import define, split_by_rank
 from .saves import MOST_TOGETHER, SavedTogether
 from .sites import is_internal
 from .strides import memory_order
@@ -90,11 +91,6 @@ def _save_all_fake(tensors: list[torch.Tensor], sources: str) -> torch.Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-def _split(values: Sequence[int], ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    ends = list(itertools.accumulate(ranks, initial=0))
-    return [tuple(values[start:end]) for start, end in itertools.pairwise(ends)]
-
-
 def _load_all(
     ticket: torch.Tensor,
     dims: Sequence[int],
@@ -115,7 +111,7 @@ def _load_all(
     flats = saved.decode(keep)
     if not keep:
         _saved.pop(number, None)
-    shapes = zip(_split(dims, ranks), _split(strides, ranks), strict=True)
+    shapes = zip(split_by_rank(dims, ranks), split_by_rank(strides, ranks), strict=True)
     return [
         _laid_out(flat, lay, size, stride)
         for flat, lay, (size, stride) in zip(flats, saved.strides, shapes, strict=True)
@@ -142,30 +138,26 @@ def _load_all_fake(
     dtypes: Sequence[int],
     device: torch.device,
 ) -> list[torch.Tensor]:
-    shapes = zip(_split(dims, ranks), _split(strides, ranks), dtypes, strict=True)
+    shapes = zip(split_by_rank(dims, ranks), split_by_rank(strides, ranks), dtypes, strict=True)
     return [
         torch.empty_strided(size, stride, dtype=_DTYPES[number], device=device)
         for size, stride, number in shapes
     ]
 
 
-_library = torch.library.Library("lct", "FRAGMENT")
-for _name, _arguments, _function, _fake in (
-    ("save_all", "Tensor[] tensors, str sources) -> Tensor", _save_all, _save_all_fake),
-    (
-        "load_all",
-        "Tensor ticket, int[] dims, int[] strides, int[] ranks, int[] dtypes, Device device)"
-        " -> Tensor[]",
-        _load_all,
-        _load_all_fake,
-    ),
-):
-    # A captured CUDA graph would not give out new tickets.
-    _tags = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
-    _library.define(f"{_name}({_arguments}", tags=_tags)
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"lct::{_name}", _fake, lib=_library)
+define(
+    "save_all(Tensor[] tensors, str sources) -> Tensor",
+    _save_all,
+    _save_all_fake,
+    torch.Tag.needs_exact_strides,
+)
+define(
+    "load_all(Tensor ticket, int[] dims, int[] strides, int[] ranks, int[] dtypes, Device device)"
+    " -> Tensor[]",
+    _load_all,
+    _load_all_fake,
+    torch.Tag.needs_exact_strides,
+)
 
 
 # ---- the graphs ------------------------------------------------------------------------------
