@@ -289,7 +289,7 @@ class Arena:
     def _grow(self, chunks: int) -> None:
         # The next segment gets the number of the first that is closed.
         self._hear_of_trim()
-        for _ in range(-(-chunks // SEGMENT_CHUNKS)):
+        for _ in range(jit.ceil_div(chunks, SEGMENT_CHUNKS)):
             if self.total_chunks + SEGMENT_CHUNKS > MAX_CHUNKS:
                 raise ArenaExhaustedError(
                     f"the arena holds at most {MAX_CHUNKS} chunks; nothing was overwritten"
