@@ -17,6 +17,7 @@ from lct.backends.cuda import codec, jit
 from lct.dtypes import DTYPES, UPCAST, DType
 from lct.errors import ArenaExhaustedError
 from lct.layout import PayloadLayout
+from lct.nn import saves
 from lct.presets import PRESETS, RAW
 
 LAYOUT = PayloadLayout(PRESETS["pooled"], DTYPES["bfloat16"], 8192 * 8, 748)
@@ -320,6 +321,10 @@ def test_an_encode_of_several_without_credit_launches_nothing(
     with pytest.raises(ArenaExhaustedError, match="nothing was overwritten"):
         encode_all(driver, [pooled_layout(2), pooled_layout(3)])
     assert driver.launches == []
+
+
+def test_saves_are_encoded_together_as_far_as_one_launch_goes() -> None:
+    assert saves.MOST_TOGETHER == jit.MOST_TENSORS
 
 
 def test_a_buffer_of_several_payloads(monkeypatch: pytest.MonkeyPatch) -> None:

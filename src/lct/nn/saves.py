@@ -133,6 +133,9 @@ class BatchOrder:
         return any(other.rank > asked.rank + 1 for other in self.undecoded)
 
 
+_NO_ORDER = BatchOrder()  # of what was encoded by itself
+
+
 class EncodedSaves:
     """What saves hold that were encoded together; ``refs``: to each, by its ``number``."""
 
@@ -141,8 +144,7 @@ class EncodedSaves:
     def __init__(self, batch: CompressedBatch, saves: Sequence[StoredSave]) -> None:
         self.batch = batch
         self.refs = [weakref.ref(stored) for stored in saves]
-        self.order: BatchOrder | None = None
-        self.rank = 0
+        self.order, self.rank = _NO_ORDER, 0
 
     def decode(self, asked: StoredSave, alone: bool) -> torch.Tensor:
         """The values of ``asked``. Unless ``alone``, those of others wait for backward to ask.
@@ -152,10 +154,9 @@ class EncodedSaves:
         """
         with decoded_saves.lock:
             members = {asked.number: asked}
-            if not alone and not (self.order is not None and self.order.is_early(self)):
+            if not alone and not self.order.is_early(self):
                 members |= dict(self._wanted())
-                if self.order is not None:
-                    self.order.undecoded.discard(self)
+                self.order.undecoded.discard(self)
             try:
                 flats = self._decode([*members])
             except torch.OutOfMemoryError:  # there may be room for one
