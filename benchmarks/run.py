@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-THRESHOLDS = Path(__file__).with_name("thresholds.py")
+FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ MEASUREMENTS = {
         Measurement("optim", "bench optim --device cuda", 90),
         Measurement("host", "bench host", 60),
         Measurement("demo", "demo --device cuda", 120),
-        Measurement("thresholds", "--device cuda", 60, script=THRESHOLDS),
+        Measurement("thresholds", "--device cuda", 60, script=FOLDER / "thresholds.py"),
+        Measurement("counters", "", 120, script=FOLDER / "counters.py"),
+        Measurement("sanitizer", "", 900, script=FOLDER / "sanitize.py"),
         Measurement(
             "plan-qwen3-4b-500",
             "plan qwen3-4b --tokens 500 --step-in-backward --check-device cuda",

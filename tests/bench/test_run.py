@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,12 @@ from typer.testing import CliRunner
 
 from lct.bench.variants import VARIANTS
 from lct.cli.app import app
-
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "run.py"
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def runner() -> Any:
-    spec = importlib.util.spec_from_file_location("benchmarks_run", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    return load_script("run")
 
 
 def test_commands_have_options_that_exist(runner: Any) -> None:
