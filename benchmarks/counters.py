@@ -118,7 +118,9 @@ def main() -> int:
         print(f"expected rows of {', '.join(KERNELS)}, got {[row['kernel'] for row in rows]}")
         return 1
     for row in rows:
-        print(row)
+        counts = {name: value for name, value in row.items() if isinstance(value, float)}
+        print(row["kernel"], *(f"{name} {value:,.1f}" for name, value in counts.items()), sep="  ")
+        print("  waits", *(f"{name} {v:.2f}" for name, v in row["stall_cycles"].items()), sep="  ")
     if options.json is not None:
         head = describe_run("python benchmarks/counters.py", "cuda", options.commit)
         write_json(options.json, {**head, "rows": rows})

@@ -1,4 +1,5 @@
 """All measurements of the documents, or some: each a command, a result file and a limit of time.
+Run it in the project's root.
 
     python benchmarks/run.py --list
     python benchmarks/run.py codec optim train-qwen3-4b-lean-500 --out benchmarks/results
@@ -119,9 +120,23 @@ MEASUREMENTS = {
             "--steps 200 --identity --variants lct-all",
             300,
         ),
-        Measurement("codec-cpu", "bench codec --device cpu", 600, cpu=True),
+        Measurement("codec-cpu", "bench codec --device cpu --tensors tests/data", 600, cpu=True),
         Measurement("optim-cpu", "bench optim --device cpu", 600, cpu=True),
         Measurement("demo-cpu", "demo --device cpu", 600, cpu=True),
+        *(
+            Measurement(
+                f"plan-byte-gpt-{optimizer}-cpu",
+                f"plan byte-gpt-cpu --optimizer {optimizer} --batch 4 --tokens 256 --device cpu "
+                "--check-device cpu",
+                120,
+                cpu=True,
+            )
+            for optimizer in ("sgd", "adamw")
+        ),
+        Measurement("analyze-tensors-cpu", "analyze --tensors tests/data", 120, cpu=True),
+        Measurement(
+            "thresholds-cpu", "--device cpu", 120, script=FOLDER / "thresholds.py", cpu=True
+        ),
     )
 }
 

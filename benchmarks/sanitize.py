@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck")
 # By file: which of its tests, small ones that between them run every kernel.
 FILES = {
-    "tests/backends/test_cuda.py": "test_inputs or test_sizes",
+    "tests/backends/test_cuda.py": "test_inputs or test_sizes or test_capacities",
     "tests/backends/test_cuda_lists.py": "",
     "tests/backends/test_cuda_arena.py": "memory_comes_back or keeps_its_segment",
     "tests/optim/test_sgd_cuda.py": "hostile or graph_replay",
