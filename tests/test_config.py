@@ -48,7 +48,7 @@ def test_limit_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "size_bytes", "default"),
     [
         ("LCT_DECODE_AHEAD_MIB", config.decode_ahead_bytes, 128),
-        ("LCT_SAVE_BATCH_MIB", config.save_batch_bytes, 64),
+        ("LCT_SAVE_BATCH_MIB", config.save_batch_bytes, 256),
     ],
 )
 def test_bytes_that_go_together(

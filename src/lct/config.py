@@ -43,11 +43,11 @@ def decode_ahead_bytes() -> int:
 
 
 def save_batch_bytes() -> int:
-    """``LCT_SAVE_BATCH_MIB``: dense bytes of saved activations that are encoded together at most.
+    """``LCT_SAVE_BATCH_MIB``: dense bytes of saved activations that wait for one another at most.
 
-    Default: 64 MiB. 0: every one by itself.
+    Default: 256 MiB. 0: every one is encoded by itself.
     """
-    value = os.environ.get("LCT_SAVE_BATCH_MIB", "64")
+    value = os.environ.get("LCT_SAVE_BATCH_MIB", "256")
     if not value.isdigit():
         raise ValueError(f"LCT_SAVE_BATCH_MIB must be a whole number of MiB, got {value!r}")
     return int(value) * MIB

@@ -31,6 +31,7 @@ from .layout import (
 )
 
 SUPPORTED_DEVICES = ("cpu", "cuda", "meta")
+MOST_TOGETHER = 16  # tensors that one launch encodes or decodes at most
 
 
 @dataclass
@@ -104,6 +105,15 @@ def encode_all(
         return [Stored(*made) for made in _cuda().encode_list(denses, layouts, candidates)]
     pairs = zip(denses, layouts, strict=True)
     return [encode(dense, layout, candidates) for dense, layout in pairs]
+
+
+def launch_counts(layouts: Sequence[PayloadLayout], device: torch.device) -> list[int]:
+    """How many of ``layouts``, of one dtype and in their order, each launch encodes."""
+    if device.type == "cuda":
+        counts: list[int] = _cuda().launch_counts(layouts, device.index)
+        return counts
+    whole, rest = divmod(len(layouts), MOST_TOGETHER)
+    return [MOST_TOGETHER] * whole + [rest] * (rest > 0)
 
 
 def encode_buffer(

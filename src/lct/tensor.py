@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -486,9 +486,13 @@ class CompressedBatch:
     )
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], capacities: Sequence[int], upcasts: Sequence[bool]
+        self,
+        tensors: Sequence[torch.Tensor],
+        capacities: Sequence[int],
+        upcasts: Sequence[bool],
+        layouts: Sequence[PayloadLayout] | None = None,
     ) -> None:
-        self._layouts = _layouts(tensors, capacities, upcasts)
+        self._layouts = layouts or _layouts(tensors, capacities, upcasts)
         self._shapes = [tensor.shape for tensor in tensors]
         self.device = tensors[0].device
         self._tensors: list[CompressedTensor] = []
@@ -531,6 +535,20 @@ class CompressedBatch:
     def tensors(self) -> list[CompressedTensor]:
         """Each by itself."""
         return [self.tensor(number) for number in range(len(self._layouts))]
+
+
+def encode_batches(
+    tensors: Sequence[torch.Tensor], capacities: Sequence[int], upcasts: Sequence[bool]
+) -> Iterator[tuple[slice, CompressedBatch]]:
+    """``tensors``, of one dtype and device, in their order: batches of what one launch encodes, and
+    which of them each has. One is encoded when it is asked for.
+    """
+    layouts = _layouts(tensors, capacities, upcasts)
+    start = 0
+    for count in ops.launch_counts(layouts, tensors[0].device):
+        part = slice(start, start + count)
+        start += count
+        yield part, CompressedBatch(tensors[part], capacities[part], upcasts[part], layouts[part])
 
 
 def decode(compressed: CompressedTensor) -> torch.Tensor:

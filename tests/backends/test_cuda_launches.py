@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from lct import ops
 from lct.backends.cuda import codec, jit
 from lct.dtypes import DTYPES, UPCAST, DType
 from lct.errors import ArenaExhaustedError
 from lct.layout import PayloadLayout
-from lct.nn import saves
 from lct.presets import PRESETS, RAW
 
 LAYOUT = PayloadLayout(PRESETS["pooled"], DTYPES["bfloat16"], 8192 * 8, 748)
@@ -323,8 +323,22 @@ def test_an_encode_of_several_without_credit_launches_nothing(
     assert driver.launches == []
 
 
-def test_saves_are_encoded_together_as_far_as_one_launch_goes() -> None:
-    assert saves.MOST_TOGETHER == jit.MOST_TENSORS
+def test_launches_are_as_large_as_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sixteen tensors, and of half of the arena's limit at worst: each then shares a buffer."""
+    assert ops.MOST_TOGETHER == jit.MOST_TENSORS
+    driver = Driver(monkeypatch)
+    driver.arena.limit_chunks = 20
+    layouts = [pooled_layout(groups) for groups in [4, 4, 2, 1, 10, 11, 3, 3, *[1] * 20]]
+    counts = codec.launch_counts(layouts, 0)
+    assert counts == [3, 1, 1, 1, 6, 10, 6]
+    start = 0
+    for count in counts:
+        some = layouts[start : start + count]
+        dense = [torch.zeros(layout.num_values, dtype=torch.bfloat16) for layout in some]
+        assert (codec.encode_buffer(dense, some, (0, 1)) is not None) == (count > 1)
+        start += count
+    driver.arena.limit_chunks = 10_000
+    assert codec.launch_counts([pooled_layout(1)] * 40, 0) == [16, 16, 8]
 
 
 def test_a_buffer_of_several_payloads(monkeypatch: pytest.MonkeyPatch) -> None:

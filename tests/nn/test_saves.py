@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import lct
+from lct import ops, tensor
 from lct.errors import ArenaExhaustedError
 from lct.nn import activations, saves
 from lct.nn.room import Room
@@ -46,7 +47,7 @@ class Counts:
             def decode(self) -> list[torch.Tensor]:
                 return counts.count_decodes(self.nbytes, super().decode)
 
-        monkeypatch.setattr(saves, "CompressedBatch", Batch)
+        monkeypatch.setattr(tensor, "CompressedBatch", Batch)
         monkeypatch.setattr(
             saves, "decode_all", lambda some: self.count_decodes(some, lambda: decode_all(some))
         )
@@ -132,6 +133,45 @@ def test_a_share_of_what_is_saved_waits(counts: Counts, monkeypatch: pytest.Monk
         out = chain(x, 12)
     assert counts.encodes == [3, 3, 3, 3]
     del out
+
+
+@pytest.mark.parametrize(
+    ("saved_mib", "setting", "batch_mib"),
+    [
+        (160, None, 10),  # a sixteenth
+        (4000, None, 64),
+        (12800, None, 100),  # a 128th
+        (80000, None, 256),
+        (80000, "1000", 625),
+        (12800, "70", 70),
+        (160, "70", 10),
+        (12800, "0", 0),
+    ],
+)
+def test_a_batch_grows_with_what_is_saved(
+    saved_mib: int, setting: str | None, batch_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LCT_SAVE_BATCH_MIB", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("LCT_SAVE_BATCH_MIB", setting)
+    block = activations.SavedActivations()
+    block._expected_bytes = saved_mib << 20
+    assert block._batch_bytes() == batch_mib << 20
+
+
+def test_a_batch_of_more_than_a_launch_takes(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "launch_counts", lambda layouts, device: [1, 3, len(layouts) - 4])
+    x = leaf()
+    with lct.compress_activations() as saved:
+        out = chain(x, 9)
+    assert counts.encodes == [1, 3, 5]
+    assert sum(site.stored_bytes for site in saved.sites) == saved.stored_bytes > 0
+    out.sum().backward()
+    assert counts.decodes == [5, 3, 1]
+    assert x.grad is not None
+    assert_same_bits(gradient(x, 9), x.grad)
 
 
 @pytest.mark.parametrize("reason", ["larger than a batch", "LCT_SAVE_BATCH_MIB=0", "profile"])
@@ -320,6 +360,29 @@ def test_what_all_layers_share_is_decoded_without_its_neighbours(
     # The shared one, and the other of a batch.
     assert largest <= 3 * SIZE
     assert counts.decodes[1] == 1 and max(counts.decodes) == 2
+    assert not saves.decoded_saves.entries
+
+
+def test_layers_may_ask_for_their_batches_in_any_order(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of many batches: what is asked for out of turn is no reason to decode it alone."""
+    monkeypatch.setattr(activations, "save_batch_bytes", lambda: 2 * SIZE)
+    chooser = random.Random(0)
+
+    x = leaf()
+    kept = []
+    with lct.compress_activations() as saved:
+        for _ in range(16):
+            # Ten graphs of a layer, saved one after another and asked for in any order.
+            kept.append([(x * (k + 1)).sin() for k in range(10)])
+    assert counts.encodes == [2] * 80
+    for layer in reversed(kept):
+        chooser.shuffle(layer)
+        for out in layer:
+            torch.autograd.grad(out.sum(), x, retain_graph=False)
+    assert counts.decodes == [2] * 80
+    assert saved.encoded == 160
     assert not saves.decoded_saves.entries
 
 

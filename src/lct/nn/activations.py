@@ -74,8 +74,12 @@ MIN_COVERAGE = 1 / 4
 # What a graph saves of one dtype is copied rather than encoded where that is less than this part of
 # all that it saves: it would take launches of its own.
 LEAST_SHARE = 64
-# At most this share of what a block saves waits to be encoded together, or waits decoded together.
+# What waits to be encoded together, and later decoded: the larger share of what a block saves up to
+# so many bytes, the smaller one beyond. Where saves are large a batch of few would take the host as
+# much time as one of many.
 BATCH_SHARE = 1 / 16
+BATCH_BYTES = 64 << 20
+LARGE_BATCH_SHARE = 1 / 128
 _VIEWS = {
     f"{name}Backward0"
     for name in (
@@ -262,8 +266,9 @@ class SavedActivations:
 
     def _batch_bytes(self) -> int:
         """Dense bytes that may wait for their encode."""
-        share = int(max(self._expected_bytes, self._seen_bytes) * BATCH_SHARE)
-        return min(self._most_batch_bytes, share)
+        saved = max(self._expected_bytes, self._seen_bytes)
+        share = max(min(BATCH_BYTES, saved * BATCH_SHARE), saved * LARGE_BATCH_SHARE)
+        return min(self._most_batch_bytes, int(share))
 
     def _batch_for(
         self, device: torch.device, stream: int, size_bytes: int, limit: int

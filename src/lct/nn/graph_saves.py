@@ -28,10 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
 from ..config import save_batch_bytes
-from .activations import SAVE_RULES, active_block
+from ..ops import MOST_TOGETHER
+from .activations import BATCH_BYTES, SAVE_RULES, active_block
 from .compressed_weight import TRACE_VERSION
 from .graph_ops import define, split_by_rank
-from .saves import MOST_TOGETHER, SavedTogether
+from .saves import SavedTogether
 from .sites import is_internal
 from .strides import memory_order
 
@@ -187,7 +188,7 @@ class SavesEncoded(CustomPartitionerFn):
         block = active_block()
         saves = None
         if block is not None and block.in_graphs:
-            saves = block.min_bytes, save_batch_bytes()
+            saves = block.min_bytes, _group_bytes()
         return "lct::save_all", TRACE_VERSION, saves, other
 
 
@@ -273,12 +274,17 @@ def _is_coded(value: Any, min_bytes: int) -> bool:
     )
 
 
+def _group_bytes() -> int:
+    """Dense bytes that a graph encodes, and later decodes, together at most."""
+    return min(save_batch_bytes(), BATCH_BYTES)
+
+
 def _groups(graph: Graph, chosen: Iterable[Node]) -> Iterator[list[Node]]:
     """``chosen`` in the order in which they are made, cut where a batch would be too large."""
     wanted = set(chosen)
     group: list[Node] = []
     size_bytes = 0
-    limit = save_batch_bytes()
+    limit = _group_bytes()
     for node in [node for node in graph.nodes if node in wanted]:
         size = _value(node).nbytes
         if group and (

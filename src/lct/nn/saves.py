@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 
-from ..tensor import CompressedBatch, decode_all
+from ..tensor import CompressedBatch, decode_all, encode_batches
 from .bits import PackedBits, pack_bits
 from .sites import SaveSite, shares_of
 
-MOST_TOGETHER = 16  # saves that are encoded together at most: what one launch takes
+# A batch is decoded whole unless more than this share of what its block has encoded lies between it
+# and where backward is: layers ask for their saves in no strict order, and for what all of them
+# share first.
+EARLY_SHARE = 1 / 4
 # Decoded storages that wait for their other consumers (k and q, after v) may take this much.
 SHARED_DECODED_BYTES = 256 << 20
 
@@ -111,26 +114,37 @@ class StoredSave:
 
 
 class BatchOrder:
-    """In which order the batches of a block were encoded: backward begins with the last ones."""
+    """Where the batches of a block lie in all that it has encoded, in bytes: backward begins at
+    the end.
+    """
 
-    __slots__ = ("count", "undecoded")
+    __slots__ = ("_undecoded", "size_bytes")
 
     def __init__(self) -> None:
-        self.count = 0
-        self.undecoded: weakref.WeakSet[EncodedSaves] = weakref.WeakSet()
+        self.size_bytes = 0
+        # Latest last; those before the last one may be decoded, or gone.
+        self._undecoded: list[weakref.ref[EncodedSaves]] = []
 
     def add(self, saves: Iterable[StoredSave]) -> None:
         """``saves`` were a batch."""
-        self.count += 1
-        for stored in saves:
-            if isinstance(stored.content, EncodedSaves):
-                stored.content.order, stored.content.rank = self, self.count
-                self.undecoded.add(stored.content)
+        with decoded_saves.lock:
+            contents: list[Any] = []
+            for stored in saves:
+                self.size_bytes += stored.size_bytes
+                if isinstance(stored.content, EncodedSaves) and stored.content not in contents[-1:]:
+                    contents.append(stored.content)
+            for content in contents:
+                content.order, content.end = self, self.size_bytes
+                self._undecoded.append(weakref.ref(content))
 
     def is_early(self, asked: EncodedSaves) -> bool:
-        """Whether backward has others to come to before it comes to those of ``asked``."""
-        # A layer's saves may lie in two batches, and are not asked for from their end on.
-        return any(other.rank > asked.rank + 1 for other in self.undecoded)
+        """Whether backward has much to come to before it comes to those of ``asked``."""
+        while self._undecoded:
+            latest = self._undecoded[-1]()
+            if latest is not None and not latest.is_decoded:
+                return latest.end - asked.end > EARLY_SHARE * self.size_bytes
+            self._undecoded.pop()
+        return False
 
 
 _NO_ORDER = BatchOrder()  # of what was encoded by itself
@@ -139,12 +153,13 @@ _NO_ORDER = BatchOrder()  # of what was encoded by itself
 class EncodedSaves:
     """What saves hold that were encoded together; ``refs``: to each, by its ``number``."""
 
-    __slots__ = ("__weakref__", "batch", "order", "rank", "refs")
+    __slots__ = ("__weakref__", "batch", "end", "is_decoded", "order", "refs")
 
     def __init__(self, batch: CompressedBatch, saves: Sequence[StoredSave]) -> None:
         self.batch = batch
         self.refs = [weakref.ref(stored) for stored in saves]
-        self.order, self.rank = _NO_ORDER, 0
+        self.order, self.end = _NO_ORDER, 0
+        self.is_decoded = False  # all that backward will ask for
 
     def decode(self, asked: StoredSave, alone: bool) -> torch.Tensor:
         """The values of ``asked``. Unless ``alone``, those of others wait for backward to ask.
@@ -156,7 +171,7 @@ class EncodedSaves:
             members = {asked.number: asked}
             if not alone and not self.order.is_early(self):
                 members |= dict(self._wanted())
-                self.order.undecoded.discard(self)
+                self.is_decoded = True
             try:
                 flats = self._decode([*members])
             except torch.OutOfMemoryError:  # there may be room for one
@@ -251,25 +266,30 @@ def encode_saves(saves: Sequence[StoredSave]) -> None:
     for stored in saves:
         flat: Any = stored.content
         alike.setdefault((flat.dtype, stored.upcast), []).append(stored)
-    for members in alike.values():
-        for start in range(0, len(members), MOST_TOGETHER):
-            _encode(members[start : start + MOST_TOGETHER])
+    for (dtype, _), members in alike.items():
+        if dtype == torch.bool:
+            _pack_bits(members)
+        else:
+            _encode(members)
+
+
+def _pack_bits(saves: Sequence[StoredSave]) -> None:
+    for stored in saves:
+        mask: Any = stored.content
+        bits = stored.content = pack_bits(mask)
+        stored.site.stored_bytes += bits.payload.nbytes
 
 
 def _encode(saves: Sequence[StoredSave]) -> None:
-    """Encode saves of one dtype, at most ``MOST_TOGETHER``."""
+    """Encode saves of one dtype, each launch's by themselves."""
     flats: list[Any] = [stored.content for stored in saves]
-    if flats[0].dtype == torch.bool:
-        for stored, flat in zip(saves, flats, strict=True):
-            bits = stored.content = pack_bits(flat)
-            stored.site.stored_bytes += bits.payload.nbytes
-        return
     words = [stored.site.room.words for stored in saves]
-    batch = CompressedBatch(flats, words, [stored.upcast for stored in saves])
-    together = EncodedSaves(batch, saves)
-    for number, (stored, size) in enumerate(zip(saves, batch.nbytes, strict=True)):
-        stored.content, stored.number = together, number
-        stored.site.stored_bytes += size
+    upcasts = [stored.upcast for stored in saves]
+    for part, batch in encode_batches(flats, words, upcasts):
+        together = EncodedSaves(batch, saves[part])
+        for number, (stored, size) in enumerate(zip(saves[part], batch.nbytes, strict=True)):
+            stored.content, stored.number = together, number
+            stored.site.stored_bytes += size
 
 
 class SavedTogether:
@@ -293,16 +313,18 @@ class SavedTogether:
     def encode(self, numbers: Sequence[int], flats: Sequence[Any], upcast: bool) -> None:
         """Encode those of ``numbers``, of one dtype."""
         sites = [self.sites[number] for number in numbers]
+        words = [site.room.words for site in sites]
+        upcasts = [upcast] * len(numbers)
         device = flats[0].device
         started = time_when_done(device) if self.profile else 0.0
-        batch = CompressedBatch(flats, [site.room.words for site in sites], [upcast] * len(numbers))
+        for part, batch in encode_batches(flats, words, upcasts):
+            for site, flat, size in zip(sites[part], flats[part], batch.nbytes, strict=True):
+                site.count_encode(flat.nbytes, size)
+            self.batches.append((numbers[part], batch))
         if self.profile:
             shares = shares_of(time_when_done(device) - started, flats)
             for site, seconds in zip(sites, shares, strict=True):
                 site.encode_seconds += seconds
-        for site, flat, size in zip(sites, flats, batch.nbytes, strict=True):
-            site.count_encode(flat.nbytes, size)
-        self.batches.append((numbers, batch))
 
     def decode(self, keep: bool) -> list[torch.Tensor]:
         """All, flat or as they lay, in memory of their own; ``keep``: the next time too."""

@@ -11,6 +11,7 @@ from .codec import (
     ensure_room,
     group_needs,
     group_needs_later,
+    launch_counts,
     lease,
     to_canonical,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "ensure_room",
     "group_needs",
     "group_needs_later",
+    "launch_counts",
     "lease",
     "muon",
     "sgd",

@@ -400,6 +400,13 @@ def batches(worsts: Sequence[int], limit_chunks: int, most: int) -> Iterator[lis
         yield batch
 
 
+def launch_counts(layouts: Sequence[PayloadLayout], device: int) -> list[int]:
+    """How many of ``layouts``, of one dtype and in their order, each launch encodes."""
+    worsts = [worst_chunks(layout) for layout in layouts]
+    limit_chunks = arenas.of(device).limit_chunks
+    return [len(batch) for batch in batches(worsts, limit_chunks, jit.MOST_TENSORS)]
+
+
 def _sizes(layouts: Sequence[PayloadLayout]) -> tuple[tuple[int, int], ...]:
     # Of one preset and dtype, layouts differ in these alone.
     return tuple([(layout.num_values, layout.capacity_words) for layout in layouts])
