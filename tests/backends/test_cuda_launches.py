@@ -75,6 +75,7 @@ def launches(
     *,
     capturing: bool = False,
     fresh: bool = False,
+    wave: int = 2,
 ) -> tuple[list[Any], ArenaExhaustedError | None]:
     """What an encode of ``LAYOUT`` asks for and launches, and how it ends."""
     log: list[Any] = []
@@ -82,7 +83,7 @@ def launches(
     call.args = jit.Args.from_buffer_copy(codec.template(LAYOUT))
     call.args.fresh = fresh
     call.search, call.code = Recorder(log, "search"), Recorder(log, "code")  # type: ignore
-    call.kernel = type("Kernel", (), {"warps": 2})()
+    call.kernel = type("Kernel", (), {"warps": 1, "blocks_at_once": lambda *_: wave})()
     call.memory = codec.SharedMemory(0, 0)
     call.worst_chunks = LAYOUT.num_groups
 
@@ -114,6 +115,24 @@ def test_pieces_say_how_far_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
     log, error = launches(monkeypatch, 4, 2)
     assert log == first
     assert "of 8 groups the first 4 have new values" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("limit_chunks", "wave", "pieces"),
+    [
+        (6, 2, [2, 2, 2, 2]),
+        (7, 3, [3, 3, 2]),
+        (7, 2, [2, 2, 2, 2]),
+        (6, 1, [3, 3, 2]),
+        (4, 5, [2, 2, 2, 2]),  # less than a wave: all that may go
+    ],
+)
+def test_pieces_are_whole_waves(
+    limit_chunks: int, wave: int, pieces: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, error = launches(monkeypatch, limit_chunks, 9, wave=wave)
+    assert error is None
+    assert [int(entry.split()[1]) for entry in log if entry.startswith("admit")] == pieces
 
 
 def test_captured_encodes_in_place_keep_their_book(monkeypatch: pytest.MonkeyPatch) -> None:

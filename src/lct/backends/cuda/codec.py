@@ -522,6 +522,10 @@ def launch_with_credit(
     piece = count
     if len(groups) == 1 and piece * worst_chunks > arena.limit_chunks:
         piece = max(arena.limit_chunks // 2 // worst_chunks, kernel.warps)
+        # Whole waves of blocks: the last part of one would leave most of the device idle.
+        shared_bytes = memory.tables + kernel.warps * memory.warp
+        wave = kernel.warps * kernel.blocks_at_once(kernel.warps, shared_bytes)
+        piece = max(piece - piece % wave, min(piece, wave))
     for first in range(0, count, piece):
         end = min(first + piece, count)
         try:

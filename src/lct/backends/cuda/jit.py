@@ -315,6 +315,7 @@ class Loaded:
     config: LaunchConfig
     shared_bytes: int = 48 * 1024
     grids: dict[int, Grid] = field(default_factory=dict)
+    resident: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def grid(self, groups: int) -> Grid:
         """How to launch over ``groups``, one a warp."""
@@ -332,6 +333,18 @@ class Loaded:
 
             warps = min(range(self.warps, self.warps // 2 - 1, -1), key=groups_of_fullest)
         return Grid(ceil_div(groups, warps), warps)
+
+    def blocks_at_once(self, warps: int, shared_bytes: int) -> int:
+        """Blocks of so many warps, with so much dynamic shared memory, that the device holds."""
+        key = warps, shared_bytes
+        if key not in self.resident:
+            self.allow_shared(shared_bytes)
+            error, blocks = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                self.function, warps * 32, shared_bytes
+            )
+            check(error)
+            self.resident[key] = max(blocks, 1) * self.processors
+        return self.resident[key]
 
     def allow_shared(self, size_bytes: int) -> None:
         """Let blocks have so much dynamic shared memory."""

@@ -384,4 +384,5 @@ def _fitting(kernel: jit.Loaded, memory: SharedMemory, device: int) -> jit.Loade
     if kernel.warps * memory.warp <= room:
         return kernel
     config = dataclasses.replace(kernel.config, any_warps=False)
-    return dataclasses.replace(kernel, warps=room // memory.warp, config=config, grids={})
+    warps = room // memory.warp
+    return dataclasses.replace(kernel, warps=warps, config=config, grids={}, resident={})
