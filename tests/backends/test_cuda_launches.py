@@ -64,8 +64,9 @@ class Recorder:
     def __init__(self, log: list[Any], name: str) -> None:
         self.log, self.name = log, name
 
-    def launch(self, stream: int) -> None:
-        self.log.append(self.name)
+    def launch(self, stream: int, *, early: bool = False) -> None:
+        assert not early or self.log[-1] == "search", "nothing but the search may still run"
+        self.log.append(f"{self.name} early" if early else self.name)
 
 
 def launches(
@@ -101,7 +102,7 @@ def launches(
 
 def test_the_header_is_written_when_there_is_credit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for a book writes it: without credit the old values would be read with it."""
-    assert launches(monkeypatch, 100, 1) == (["admit 8", "search", "code"], None)
+    assert launches(monkeypatch, 100, 1) == (["admit 8", "search", "code early"], None)
     log, error = launches(monkeypatch, 100, 0)
     assert log == [] and "nothing was overwritten" in str(error)
     log, error = launches(monkeypatch, 4, 0)
@@ -110,7 +111,7 @@ def test_the_header_is_written_when_there_is_credit(monkeypatch: pytest.MonkeyPa
 
 def test_pieces_say_how_far_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
     log, error = launches(monkeypatch, 4, 9)
-    first = ["admit 2", "search", "code 0-2", "admit 2", "code 2-4"]
+    first = ["admit 2", "search", "code 0-2 early", "admit 2", "code 2-4"]
     assert (log, error) == ([*first, "admit 2", "code 4-6", "admit 2", "code 6-8"], None)
     log, error = launches(monkeypatch, 4, 2)
     assert log == first
@@ -139,7 +140,48 @@ def test_captured_encodes_in_place_keep_their_book(monkeypatch: pytest.MonkeyPat
     """Groups that find no room in a replay keep their values, and need the book that codes them."""
     assert launches(monkeypatch, 100, 0, capturing=True) == (["code 0-8"], None)
     in_graph = launches(monkeypatch, 100, 0, capturing=True, fresh=True)
-    assert in_graph == (["search", "code 0-8"], None)
+    assert in_graph == (["search", "code 0-8 early"], None)
+
+
+class LaunchDriver:
+    """A driver that takes any launch, and has the classes of the real one."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pytest.importorskip("cuda.bindings.driver"), name)
+
+    def cuLaunchKernel(self, *launch: Any) -> tuple[int]:
+        self.launches.append(launch)
+        return (0,)
+
+    def cuLaunchKernelEx(self, config: Any, function: int, pointers: int, extra: int) -> tuple[int]:
+        (attribute,) = config.attrs
+        assert attribute.value.programmaticStreamSerializationAllowed == 1
+        blocks = config.gridDimX, config.gridDimY, config.gridDimZ
+        threads = config.blockDimX, config.blockDimY, config.blockDimZ
+        stream = int(config.hStream)
+        launch = function, *blocks, *threads, config.sharedMemBytes, stream, pointers, extra
+        self.launches.append(("early", *launch))
+        return (0,)
+
+
+@pytest.mark.parametrize("starts_early", [False, True])
+def test_early_launches_are_those_launches(
+    starts_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = LaunchDriver()
+    monkeypatch.setattr(jit, "driver", lambda: driver)
+    config = jit.LAUNCH["pooled_encode"]
+    kernel = jit.Loaded(7, 8, None, 132, config, 2**20, starts_early=starts_early)
+    call = jit.Call(kernel, jit.Args(), 5, 4, shared_bytes=1000)
+    for stream in (0, 11, 12):
+        call.launch(stream)
+        call.launch(stream, early=True)
+        plain, early = driver.launches[-2:]
+        assert plain[:9] == (7, 5, 1, 1, 128, 1, 1, 1000, stream)
+        assert early == (("early", *plain) if starts_early else plain)
 
 
 @dataclass

@@ -208,7 +208,7 @@ class _EncodeCall:
         held.last = arena.admit(self.worst_chunks, stream)
         if self.search is not None:
             self.search.launch(stream)
-        self.code.launch(stream)
+        self.code.launch(stream, early=self.search is not None)
         arena.launched()
 
 
@@ -434,7 +434,7 @@ def _launch_encodes(
     sequence = arena.admit(every.worst_chunks, stream)
     if every.search is not None:
         every.search.launch(stream)
-    every.code.launch(stream)
+    every.code.launch(stream, early=every.search is not None)
     arena.launched()
     pool.append(every)
     return sequence
@@ -497,7 +497,8 @@ def launch_with_credit(
     """Launch over all groups, in pieces that the arena's limit covers at worst (arena.py).
 
     ``parts``: what ``args`` says of each tensor's payloads; the first of them says which groups a
-    launch takes. ``worst_chunks`` a group. ``before`` is launched once, when there is credit.
+    launch takes. ``worst_chunks`` a group. ``before``, the search for a book, is
+    launched once, when there is credit.
     ArenaExhaustedError where the device has no memory for the arena: before anything is launched,
     or between two pieces of a tensor, and then it says which groups have new values.
     """
@@ -514,9 +515,10 @@ def launch_with_credit(
                 part.reserve = 1
         for held in leases:
             held.note(CAPTURED)
+        call = call_over_groups(kernel, args, groups, memory, first_blocks)
         if before is not None:
             before.launch(stream)
-        call_over_groups(kernel, args, groups, memory, first_blocks).launch(stream)
+        call.launch(stream, early=before is not None)
         return
     count = sum(part.num_groups for part in groups)
     piece = count
@@ -539,11 +541,13 @@ def launch_with_credit(
             ) from error
         for held in leases:
             held.note(sequence)
-        if before is not None and first == 0:
-            before.launch(stream)
+        search = before if first == 0 else None
+        if search is not None:
+            search.launch(stream)
         if len(groups) == 1:
             groups[0].first_group, groups[0].end_group = first, end
-        call_over_groups(kernel, args, groups, memory, first_blocks).launch(stream)
+        call = call_over_groups(kernel, args, groups, memory, first_blocks)
+        call.launch(stream, early=search is not None)
         arena.launched()
 
 

@@ -314,6 +314,7 @@ class Loaded:
     processors: int  # of the device
     config: LaunchConfig
     shared_bytes: int = 48 * 1024
+    starts_early: bool = False  # whether the device can start a kernel before the one before ends
     grids: dict[int, Grid] = field(default_factory=dict)
     resident: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -386,7 +387,10 @@ def load(
             error, function = driver().cuKernelGetFunction(driver().CUkernel(int(handle.handle)))
             check(error)
             processors = torch.cuda.get_device_properties(device).multi_processor_count
-            _loaded[key] = Loaded(int(function), kernel.warps, module, processors, LAUNCH[entry])
+            _loaded[key] = Loaded(
+                *(int(function), kernel.warps, module, processors, LAUNCH[entry]),
+                starts_early=major >= 9,
+            )
     return _loaded[key]
 
 
@@ -433,7 +437,9 @@ class Call:
     second, 64-bit argument of the kernel.
     """
 
-    __slots__ = ("_keep", "_pointers", "args", "blocks", "function", "shared_bytes", "threads")
+    __slots__ = (
+        *("_early", "_keep", "_pointers", "args", "blocks", "function", "shared_bytes", "threads"),
+    )
 
     def __init__(
         self,
@@ -454,15 +460,37 @@ class Call:
         self.blocks = blocks
         self.threads = warps * 32
         self.shared_bytes = shared_bytes
+        self._early: Any = None  # how to launch early, once that was asked for
 
-    def launch(self, stream: int) -> None:
-        """Launch on ``stream``. LctError where that fails."""
-        (error,) = driver().cuLaunchKernel(
-            *(self.function, self.blocks, 1, 1, self.threads, 1, 1),
-            *(self.shared_bytes, stream, self._pointers, 0),
-        )
+    def launch(self, stream: int, *, early: bool = False) -> None:
+        """Launch on ``stream``. LctError where that fails.
+
+        ``early``: the kernel may start while the one launched just before it on ``stream`` runs, if
+        the device can do that; it waits for it by itself (``wait_for_search`` in common.cuh).
+        """
+        if early and self._keep[0].starts_early:
+            if self._early is None:
+                self._early = self._early_config()
+            self._early.hStream = stream
+            (error,) = driver().cuLaunchKernelEx(self._early, self.function, self._pointers, 0)
+        else:
+            (error,) = driver().cuLaunchKernel(
+                *(self.function, self.blocks, 1, 1, self.threads, 1, 1),
+                *(self.shared_bytes, stream, self._pointers, 0),
+            )
         if error:
             check(error)
+
+    def _early_config(self) -> Any:
+        attribute, config = driver().CUlaunchAttribute(), driver().CUlaunchConfig()
+        ids = driver().CUlaunchAttributeID
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        config.attrs, config.numAttrs = [attribute], 1
+        return config
 
 
 def codebook_tables(book: Codebook) -> np.ndarray:

@@ -183,6 +183,20 @@ __device__ __forceinline__ void stage_table(u32* to, const u32* from, u32 words)
         stage16(to + i, from + i);
 }
 
+// An encode may be launched early (`Call.launch` in jit.py): it starts while the search for its book runs. What was
+// launched before the search has ended by then.
+__device__ __forceinline__ void let_encode_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// Wait for the search that was launched before this kernel, and see what it wrote.
+__device__ __forceinline__ void wait_for_search() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Bring what follows soon into L2: `bytes`, a multiple of 16, from an address that is a multiple of 16. One warp
 // calls. Registers for loads this far ahead would cost resident warps. (Loads of what was prefetched must not be
 // evict-first, `__ldcs`: docs/performance.md, Notebook.)

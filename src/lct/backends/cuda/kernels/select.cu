@@ -6,6 +6,7 @@
 
 #if POOLED
 extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book(const __grid_constant__ Args a) {
+    let_encode_start();
     select_for_pooled(a);
 }
 #else
@@ -13,6 +14,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book
     __shared__ u32 counts[SYMBOLS + 3], occurring[256], num_occurring;
     __shared__ u64 best;
     const u32 thread = threadIdx.x, lane = thread % 32;
+    let_encode_start();
     for (u32 i = thread; i < SYMBOLS; i += THREADS)
         counts[i] = 0;
     if (thread == 0) {
