@@ -3,6 +3,7 @@
 import functools
 import gc
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -317,6 +318,40 @@ def test_graph_capture_replays_encode_and_decode() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(bits(out), bits(dense))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"preset": "clean"}),
+        (torch.float32, {}),
+        (torch.float32, {"upcast": True}),  # three chunks a group
+    ],
+)
+def test_replays_take_no_more_chunks_than_one(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Of what the graph encodes into memory of its own: the chunks of the replay before go back."""
+    from lct.backends.cuda import arena
+
+    count = 40_000
+    dense = torch.zeros(count, dtype=dtype, device=DEVICE)
+    lct.encode(dense, **options)
+    lct.reserve_arena(8 << 20)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = lct.encode(dense, **options)
+        second = lct.encode(first.decode(), **options)
+        out = second.decode()
+    used = []
+    for seed in range(40):
+        values = random_bits(count * dtype.itemsize // 2, seed).view(dtype)
+        dense.copy_(values if seed else torch.zeros(count, dtype=dtype))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(bits(out), bits(dense))
+        used.append(arena.of(0).counters().used_chunks)
+    assert used[0] < used[1] and set(used[2:]) == {used[1]}
 
 
 @pytest.mark.parametrize("count", [1, 5, 63])

@@ -23,6 +23,7 @@ from lct import ops
 from lct.backends.cuda import arena as arenas
 from lct.backends.cuda import jit
 from lct.dtypes import UPCAST
+from lct.errors import ArenaExhaustedError
 from lct.layout import (
     CHUNK_BYTES,
     REF_MASK,
@@ -121,7 +122,10 @@ class Device:
         assert address is not None
         args = jit.Args.from_buffer_copy(jit.Args.from_address(address))
         if entry == "sweep_chunks":  # torch's allocator keeps the memory until the kernel is done
-            gone = (ctypes.c_uint32 * args.capacity).from_address(args.dense)
+            if args.dense:
+                gone = list((ctypes.c_uint32 * args.capacity).from_address(args.dense))
+            else:
+                gone = [args.serial]
             self.queue.append(lambda serials=set(gone): self.sweep_chunks(serials))  # type: ignore
         else:
             self.queue.append(lambda: getattr(self, entry)(args))
@@ -369,6 +373,15 @@ def test_what_goes_during_a_capture_is_swept_after_it(device: Device) -> None:
     assert device.arena.settle() == 0
 
 
+def test_a_sweep_in_a_graph_is_of_one_payload(device: Device) -> None:
+    made = spill(device, 300)
+    serial, _ = made[1]
+    device.arena.sweep_in_graph(serial, STREAM)
+    device.run()
+    device.check()
+    assert set(device.live) == {made[0][0], made[2][0]}
+
+
 def test_long_runs(device: Device, rng: np.random.Generator) -> None:
     """Calls in random order, on a device that comes to them sooner or later."""
     arena = device.arena
@@ -594,6 +607,33 @@ def test_nothing_is_trimmed_after_a_capture(own: arenas.Arena) -> None:
         assert shrink(own) * SEGMENT == total == own.counters().total_chunks
         assert_same_bits(values, out)
     own.check()
+    torch.cuda.synchronize()
+    del graph
+
+
+@pytest.mark.gpu
+def test_a_replay_without_room_for_what_it_makes_is_told(own: arenas.Arena) -> None:
+    """And reads no chunks that are not there."""
+    values = spilling(4)
+    static = torch.zeros_like(values)
+    lct.encode(static)
+    shrink(own)
+    before = own.counters().used_chunks
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        noise = torch.full((2 * values.nbytes,), 0xFF, dtype=torch.uint8, device="cuda")
+        del noise  # what the payload's memory holds
+        out = lct.encode(static).decode()
+    static.copy_(values)
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    with pytest.raises(ArenaExhaustedError, match="found no room in the arena"):
+        own.check()
+    static.zero_()
+    graph.replay()
+    assert_same_bits(static, out)
+    assert own.counters().used_chunks == before
     torch.cuda.synchronize()
     del graph
 

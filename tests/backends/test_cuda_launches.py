@@ -51,10 +51,13 @@ class Arena:
     def note_capture(self) -> None:
         pass
 
+    def sweep_in_graph(self, serial: int, stream: int) -> None:
+        self.log.append(f"sweep {serial}")
+
 
 class Held:
     def __init__(self, arena: Arena) -> None:
-        self.arena, self.last = arena, 0
+        self.arena, self.last, self.serial = arena, 0, 5
 
     def note(self, sequence: int) -> None:
         self.last = sequence
@@ -137,10 +140,12 @@ def test_pieces_are_whole_waves(
 
 
 def test_captured_encodes_in_place_keep_their_book(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups that find no room in a replay keep their values, and need the book that codes them."""
+    """Groups that find no room in a replay keep their values, and need the book that codes them.
+    What the graph makes gives back what the replay before took.
+    """
     assert launches(monkeypatch, 100, 0, capturing=True) == (["code 0-8"], None)
     in_graph = launches(monkeypatch, 100, 0, capturing=True, fresh=True)
-    assert in_graph == (["search", "code 0-8 early"], None)
+    assert in_graph == (["sweep 5", "search", "code 0-8 early"], None)
 
 
 class LaunchDriver:
@@ -458,7 +463,7 @@ def test_a_captured_graph_encodes_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(codec, "is_capturing", lambda: True)
     encode_all(driver, [pooled_layout(2), pooled_layout(3)])
     assert [launch.entry for launch in driver.launches] == ["select_book", "pooled_encode"] * 2
-    assert driver.log == []
+    assert driver.log == ["sweep 1", "sweep 2"]
 
 
 @pytest.mark.parametrize("capturing", [False, True])

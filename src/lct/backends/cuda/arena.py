@@ -252,12 +252,21 @@ class Arena:
                 numbers = torch.tensor(serials, dtype=torch.uint32, device="cpu", pin_memory=True)
                 gone = numbers.to(torch.device("cuda", self.device), non_blocking=True)
                 args = jit.Args(dense=gone.data_ptr(), arena=self.pointer, capacity=len(serials))
-                kernel = jit.load("sweep_chunks", PRESETS["pooled"], _BF16, self.device)
-                blocks = jit.ceil_div(self.total_chunks, kernel.warps * 32)
-                jit.Call(kernel, args, blocks, kernel.warps).launch(stream)
+                self._sweep(args, stream)
             # So that a checkpoint follows and the host hears of free chunks.
             self._launches_since += 1
             self._sequence += 1
+
+    def sweep_in_graph(self, serial: int, stream: int) -> None:
+        """While a graph is captured: there its replays give back what the one before took for the
+        payload ``serial``, which the graph writes anew.
+        """
+        self._sweep(jit.Args(arena=self.pointer, serial=serial, capacity=1), stream)
+
+    def _sweep(self, args: jit.Args, stream: int) -> None:
+        kernel = jit.load("sweep_chunks", PRESETS["pooled"], _BF16, self.device)
+        blocks = max(jit.ceil_div(self.total_chunks, kernel.warps * 32), 1)
+        jit.Call(kernel, args, blocks, kernel.warps).launch(stream)
 
     def _arena_stream(self) -> int:
         if self._stream is None:

@@ -185,10 +185,13 @@ class _EncodeCall:
 
         The search writes the payload's header, so it comes after the credit that says that the
         present values need not stay. In a captured graph groups may find none and keep theirs:
-        there a payload that has values keeps its book.
+        there a payload that has values keeps its book. One that the graph makes has those of the
+        replay before, whose chunks go back first.
         """
         arena = held.arena
         capturing = is_capturing()
+        if capturing and self.args.fresh:
+            arena.sweep_in_graph(held.serial, stream)
         if capturing or self.worst_chunks > arena.limit_chunks:
             launch_with_credit(
                 self.kernel,

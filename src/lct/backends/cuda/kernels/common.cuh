@@ -80,6 +80,12 @@ __device__ __forceinline__ u32 held_chunk(const Args& a, u32 group) {
     return (state >> 24) & STATE_SPILLED ? state & REF_MASK : NO_CHUNK;
 }
 
+// A group of a captured encode for which there was no room: an old one stays as it is. A new one would be whatever the
+// memory held: it becomes a constant, so that a decode reads no chunk. One warp calls.
+__device__ __forceinline__ void leave_group(const Args& a, u32 group, u32 lane) {
+    if (a.fresh && lane == 0) ((u32*)(a.payload + a.meta_offset))[group] = STATE_CONSTANT << 24;
+}
+
 // Unused bytes are zero: the gaps between planes, at most 31 bytes each. One warp calls.
 __device__ __forceinline__ void clear_gaps(const Args& a, u32 lane) {
     const u64 low_bytes = DTYPE == 2 ? 2 * a.num_values : DTYPE == 3 ? (a.num_values + 7) / 8 * 3 : 0;

@@ -96,8 +96,12 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_encod
     stage_wait();
     __syncthreads();
     const u32 warp = warp_number(), lane = threadIdx.x % 32, group = a.first_group + blockIdx.x * WARPS + warp;
-    if (group >= a.end_group || !admitted) return;
-    if (group == 0) begin_payload(a, lane);
+    if (group >= a.end_group) return;
+    if (group == 0 && (admitted || a.fresh)) begin_payload(a, lane);
+    if (!admitted) {
+        leave_group(a, group, lane);
+        return;
+    }
     const bool tail = group >= a.full_groups;
     const u32 capacity = tail ? a.tail_capacity : a.capacity, steps = tail ? a.tail_steps : STEPS;
 

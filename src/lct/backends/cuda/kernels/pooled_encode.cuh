@@ -94,8 +94,12 @@ __device__ __forceinline__ void encode_block(const Args& a, u32 block) {
     const EncodeTables tables = stage_encode_tables(table, book_tables(a));
     stage_wait();
     __syncthreads();
-    if (!active || !admitted) return;
-    if (group == 0) begin_payload(a, lane);
+    if (!active) return;
+    if (group == 0 && (admitted || a.fresh)) begin_payload(a, lane);
+    if (!admitted) {
+        leave_group(a, group, lane);
+        return;
+    }
     u32* slot = table + ENCODE_TABLE_WORDS + warp * a.capacity;
     GroupCoder g;
     g.init(a, tables, slot, a.fresh ? NO_CHUNK : held_chunk(a, group), chunks, group, lane);
