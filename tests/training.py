@@ -195,7 +195,10 @@ def make(build: Callable[[], nn.Module], compressed: bool, seed: int = 0) -> nn.
 
 
 def store_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have saved activations compressed from 1 KiB on, as large as those of the test's models."""
+    """Have saved activations compressed from 1 KiB on, as large as those of the test's models, and
+    whatever the test before has saved.
+    """
+    monkeypatch.setattr(activations, "LITTLE_SHARE", 0)
     for dtype, rule in activations.SAVE_RULES.items():
         monkeypatch.setitem(
             activations.SAVE_RULES, dtype, dataclasses.replace(rule, min_bytes=1024)

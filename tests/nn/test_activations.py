@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lct
-from lct.nn import saves
+from lct.nn import activations, saves
 from lct.nn.activations import is_exact_upcast
 from lct.nn.bits import pack_bits
 from lct.tensor import live_tensors
@@ -373,6 +373,22 @@ def test_stats_have_the_sites_of_the_last_block() -> None:
     assert row.startswith(__file__) and "64 × 64" in row and not kept
     assert site["encode_seconds"] > 0 and site["decode_seconds"] > 0
     assert site["saved_bytes"] == site["dense_bytes"] - site["stored_bytes"] > 0
+
+
+def test_what_is_little_beside_the_rest_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it is little in all; what the block before has saved says what the rest is."""
+    monkeypatch.setattr(activations, "LITTLE_SHARE", 1 / 16)
+    monkeypatch.setattr(activations, "MOST_LITTLE_SHARE", 1 / 4)
+    monkeypatch.setattr(activations, "_last", None)
+    large, small = hidden(64, 512), hidden(64, 16)
+    rows = []
+    for count in (2, 2, 40):
+        with lct.compress_activations() as saved:
+            outs = [large.sin(), *[(small * 1).sin() for _ in range(count)]]
+        rows.append((saved.encoded, saved.kept["it is little beside what the block saves"]))
+        del outs
+    # A fourth of the 64 KiB that the second block has stored: eight of 2 KiB.
+    assert rows == [(3, 0), (1, 2), (41 - 8, 8)]
 
 
 def test_min_bytes_leaves_more_as_it_is() -> None:

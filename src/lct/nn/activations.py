@@ -74,6 +74,10 @@ MIN_COVERAGE = 1 / 4
 # What a graph saves of one dtype is copied rather than encoded where that is less than this part of
 # all that it saves: it would take launches of its own.
 LEAST_SHARE = 64
+# A save costs the host as much time as a large one, however small it is. What is smaller than the first
+# share of what a block saves stays as it is, while all that does so is no more than the second.
+LITTLE_SHARE = 1 / 2048
+MOST_LITTLE_SHARE = 1 / 32
 # What waits to be encoded together, and later decoded: the larger share of what a block saves up to
 # so many bytes, the smaller one beyond. Where saves are large a batch of few would take the host as
 # much time as one of many.
@@ -123,6 +127,8 @@ class SavedActivations:
         # Of the block before, which in a training loop saved as much as this one will.
         self._expected_bytes = _last.dense_bytes if _last is not None else 0
         self._seen_bytes = 0
+        self._little_bytes = self._expected_bytes * LITTLE_SHARE
+        self._most_little_bytes = self._expected_bytes * MOST_LITTLE_SHARE
 
     @property
     def sites(self) -> list[SaveSite]:
@@ -176,6 +182,8 @@ class SavedActivations:
     def pack(self, tensor: torch.Tensor) -> Any:
         """Pack hook: a ``_Saved`` or a ``_Kept``. Called a thousand times a step."""
         reason = _reason_to_keep(tensor, self.min_bytes)
+        if not reason and self._is_little(tensor):
+            reason = "it is little beside what the block saves"
         if not reason:
             stored = self._find_or_store(tensor)
             if isinstance(stored, StoredSave):
@@ -183,6 +191,13 @@ class SavedActivations:
             reason = stored
         self.kept[reason] += 1
         return _keep(tensor)
+
+    def _is_little(self, tensor: torch.Tensor) -> bool:
+        size = tensor.untyped_storage().nbytes()
+        if size >= self._little_bytes or size > self._most_little_bytes:
+            return False
+        self._most_little_bytes -= size
+        return True
 
     def _find_or_store(self, tensor: torch.Tensor) -> StoredSave | str:
         """What ``tensor`` lies in, stored; or the reason why it stays as it is."""
@@ -454,8 +469,9 @@ def compress_activations(
 
     BF16, FP16 and FP32 tensors go through the codec (FP32 that was cast from BF16 as BF16), masks
     become bits. Left as they are: parameters and their views, other leaves that require gradients,
-    tensor subclasses, integers, what is small (``SAVE_RULES``), the probabilities that cross
-    entropy saves, and what is saved while a backward runs. Gives a ``SavedActivations``: counts and
+    tensor subclasses, integers, what is small (``SAVE_RULES``) or little beside what the block
+    before saved (1/2048, and 1/32 in all), the probabilities that cross entropy saves, and what is
+    saved while a backward runs. Gives a ``SavedActivations``: counts and
     bytes, by line of the model too (``sites``); ``lct.stats()["activations"]`` has those of the
     last block. ``profile``: also time encodes and decodes, waiting for the device around each.
     ``min_bytes``: leave smaller storages as they are too. On a GPU an encode and a decode take tens
