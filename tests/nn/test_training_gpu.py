@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 import lct
-from lct.nn import CompressedWeight, activations, saves
+from lct import tensor as tensors
+from lct.nn import CompressedWeight, activations
 from lct.tensor import CompressedBatch
 from training import (
     BF16,
@@ -49,7 +51,7 @@ def batches_of_any_share(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(len(tensors))
             super().__init__(tensors, *rest)
 
-    monkeypatch.setattr(saves, "CompressedBatch", Counted)
+    monkeypatch.setattr(tensors, "CompressedBatch", Counted)
     return sizes
 
 
@@ -108,6 +110,53 @@ def test_a_captured_graph_holds_the_encodes_of_its_saves(batches_of_any_share: l
         torch.cuda.synchronize()
         for want, got in zip(expected, grads, strict=True):
             assert_same_bits(want, got)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_captured_step_trains(in_backward: bool) -> None:
+    """Forward, backward and optimizer in one CUDA graph, on compressed weights, state and saves."""
+    models, steps, states = [], [], []
+    x = torch.randn(300, 256, device="cuda").to(BF16)
+    for compressed in (False, True):
+        mlp, _ = mlp_on_cuda()
+        if compressed:
+            lct.compress_(mlp)
+        make_optimizer: Any = lct.optim.SGD if compressed else torch.optim.SGD
+        optimizer = make_optimizer(mlp.parameters(), lr=0.05, momentum=0.9, foreach=True)
+        if compressed and in_backward:
+            lct.optim.step_in_backward(optimizer)
+
+        def step(mlp: nn.Module = mlp, optimizer: Any = optimizer, ours: bool = compressed) -> Any:
+            with lct.compress_activations() if ours else contextlib.nullcontext():
+                loss = loss_of(mlp, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        models.append(mlp)
+        steps.append(step)
+        states.append(optimizer)
+    lct.reserve_arena(16 << 20)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(12):  # until the rooms are measured
+            for step in steps:
+                step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = steps[1]()
+    for _ in range(5):
+        x.normal_()
+        graph.replay()
+        expected = steps[0]()
+        torch.cuda.synchronize()
+        assert_same_bits(expected, loss)
+    assert_same_model(*models)
+    assert_same_state(*states)
+    lct.stats()  # raises if there was no room
 
 
 @pytest.mark.parametrize("rounding", [{}, {"foreach": False}, {"fused": True}], ids=str)
