@@ -93,27 +93,29 @@ struct GroupCoder {
         return (p.outside | (p.length_a | p.length_b) & 0xe0u) || p.count > 64;
     }
 
-    // Code steps `step`, which is even, and `step` + 1 as planned; `rare`: where `plan` was true in some lane.
-    __device__ __forceinline__ void code(u32 step, uint2 a, uint2 b, const Plan& p, bool rare) {
-        if (UNLIKELY(rare)) {
-            note_differences(step, a, b, 2);
-            if (__any_sync(FULL_WARP, is_slow(p) || p.unfit)) {
-                u32 shift = p.shift;
-                if (__any_sync(FULL_WARP, has_zero(a) || has_zero(b))) shift = span_shift_zeros(a, b);
-                return slow_span(step, a, b, 2, shift);
-            }
-        }
+    // Code steps `step`, which is even, and `step` + 1 as planned, where `plan` was false in all lanes.
+    __device__ __forceinline__ void code(u32 step, const Plan& p) {
         encoder.ask(p.need, p.asking);
         encoder.append(quad_code(p.q[0], p.q[1]), p.length_a);
         encoder.append(quad_code(p.q[2], p.q[3]), p.length_b);
         encoder.count = p.count;
         my_shift = lane == step / 2 ? p.shift : my_shift;
     }
+    // The same where it was true in some lane, of this tensor or another that is coded beside it.
+    __device__ __forceinline__ void code_rare(u32 step, uint2 a, uint2 b, const Plan& p) {
+        note_differences(step, a, b, 2);
+        if (!__any_sync(FULL_WARP, is_slow(p) || p.unfit)) return code(step, p);
+        u32 shift = p.shift;
+        if (__any_sync(FULL_WARP, has_zero(a) || has_zero(b))) shift = span_shift_zeros(a, b);
+        slow_span(step, a, b, 2, shift);
+    }
 
     __device__ __forceinline__ void span(u32 step, uint2 a, uint2 b) {
         Plan p;
-        bool rare = __any_sync(FULL_WARP, plan(a, b, p));
-        code(step, a, b, p, rare);
+        if (UNLIKELY(__any_sync(FULL_WARP, plan(a, b, p))))
+            code_rare(step, a, b, p);
+        else
+            code(step, p);
     }
 
     // The same for a span of any kind, and for the last step of a tail (`steps` is 1 and `b` zero then).

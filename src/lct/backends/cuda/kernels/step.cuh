@@ -132,9 +132,29 @@ struct GroupStep {
             for (int t = 0; t < TENSORS; t++)
                 rare |= coder[t].plan(make_uint2(x[t][0], x[t][1]), make_uint2(x[t][2], x[t][3]), plans[t]);
             rare = __any_sync(FULL_WARP, rare);
+            auto code_rare = [&](int t) {
+                coder[t].code_rare(step, make_uint2(x[t][0], x[t][1]), make_uint2(x[t][2], x[t][3]), plans[t]);
+            };
+#if TENSORS < 3
+            // One branch for all, so that their chains stand side by side; for three there are not enough registers.
+            if (UNLIKELY(rare)) {
 #pragma unroll
-            for (int t = 0; t < TENSORS; t++)
-                coder[t].code(step, make_uint2(x[t][0], x[t][1]), make_uint2(x[t][2], x[t][3]), plans[t], rare);
+                for (int t = 0; t < TENSORS; t++)
+                    code_rare(t);
+            } else {
+#pragma unroll
+                for (int t = 0; t < TENSORS; t++)
+                    coder[t].code(step, plans[t]);
+            }
+#else
+#pragma unroll
+            for (int t = 0; t < TENSORS; t++) {
+                if (UNLIKELY(rare))
+                    code_rare(t);
+                else
+                    coder[t].code(step, plans[t]);
+            }
+#endif
         }
     }
 
