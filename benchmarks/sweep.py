@@ -4,8 +4,10 @@
 
 A variant is a change of its row in ``backends/cuda/tuning.py`` or of a few lines of source. Times
 are medians over a copy's of the same tensor (steps: over 2.5 copies), taken in turn with it, at
-2^28 values by events and at 2^24 values by replays of a CUDA graph. Bits are checked for every
-variant of a decode. The rows of tuning.py and docs/performance.md come from its result files.
+2^28 values by events and at 2^24 values by replays of a CUDA graph; of kernels that take several
+tensors, over copies of all weights of a layer of Qwen3-4B, in two launches as training makes them.
+Bits are checked for every variant of a decode. The rows of tuning.py and docs/performance.md come
+from its result files.
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ import lct
 from lct.backends.cuda import jit, tuning
 from lct.bench.results import describe_run, write_json
 from lct.bench.timing import measure
-from lct.tensor import live_tensors
+from lct.tensor import decode_all, encode_all, live_tensors, sgd_all_
 
 LARGE, SMALL, SETS = 2**28, 2**24, 8
+# Values of a layer's weights: q, k, v, o, gate; up, down.
+LAYER = (
+    *((2560 * 4096, 2560 * 1024, 2560 * 1024, 4096 * 2560, 2560 * 9728),),
+    *((2560 * 9728, 9728 * 2560),),
+)
 FLOOR_COPIES = {"sgd_step": 2.5, "adam_step": 3.5}
 UPDATE: dict[str, Any] = {
     "lr": 1e-7,
@@ -90,7 +97,22 @@ VARIANTS = (
             Variant(entry, "16 warps a block", {"warps": 16, "measured_min_blocks": 2}),
         )
     ),
+    *(
+        Variant(entry, name, launch)
+        for entry in ("pooled_decode_list", "pooled_encode_list", "sgd_step")
+        for name, launch in (
+            ("as it is, a layer", {}),
+            ("even waves, a layer", {"even_waves": True}),
+        )
+    ),
     Variant("pooled_decode", "4 steps loaded together", source=_CHUNK_4),
+    *(
+        Variant(entry, f"{warps} warps, {blocks} blocks{', even waves' * even}", launch)
+        for entry in ("pooled_decode", "pooled_decode_list")
+        for warps, blocks in ((4, 7), (4, 10), (8, 3), (8, 4), (16, 2))
+        for even in (False, True)
+        for launch in ({"warps": warps, "measured_min_blocks": blocks, "even_waves": even},)
+    ),
     Variant("pooled_encode", "64 registers", {"measured_min_blocks": 4}),
     Variant("sgd_step", "as it is"),
     Variant("sgd_step", "no prefetch", source=_NO_PREFETCH),
@@ -165,6 +187,12 @@ class Bench:
         # As training leaves second moments: averages over many gradients' squares.
         squares = sum(gaussian(1e-3).square_() for _ in range(16)) / 16
         self.squares = lct.encode(squares, capacity="exact")
+        parts = iter(self.dense[: sum(map(sum, LAYER))].split([n for some in LAYER for n in some]))
+        self.layer = [[next(parts) for _ in some] for some in LAYER]
+        self.layer_coded = [[lct.encode(t, capacity="exact") for t in some] for some in self.layer]
+        self.layer_state = [
+            [lct.encode(t / 10, capacity="exact") for t in some] for some in self.layer
+        ]
         self.small_average = [lct.encode(t, capacity="exact") for t in self.small_grad]
         self.small_squares = [lct.encode(t, capacity="exact") for t in squares.split(SMALL)[:SETS]]
         self.small_weight = [lct.encode(t, capacity="exact") for t in self.small]
@@ -193,20 +221,45 @@ class Bench:
             lambda i: self.small_weight[i].sgd_(self.small_state[i], self.small_grad[i], **UPDATE),
         )
 
+    def layer_call(self, entry: str) -> Callable[[int], object]:
+        """The calls that use kernel ``entry`` on all weights of a layer."""
+        if entry == "pooled_decode_list":
+            return lambda i: [decode_all(some) for some in self.layer_coded]
+        if entry == "pooled_encode_list":
+            return lambda i: [
+                encode_all(some, [748] * len(some), [False] * len(some)) for some in self.layer
+            ]
+        return lambda i: [
+            sgd_all_(list(zip(weights, states, strict=True)), grads, **UPDATE)
+            for weights, states, grads in zip(
+                self.layer_coded, self.layer_state, self.layer, strict=True
+            )
+        ]
+
+    def copy_layer(self, i: int) -> None:
+        for some in self.layer:
+            for tensor in some:
+                self.out[: tensor.numel()].copy_(tensor)
+
     def measure(self, variant: Variant, repetitions: int) -> dict[str, Any]:
         """One row."""
-        large, small = self.calls(variant.entry)
         copies = FLOOR_COPIES.get(variant.entry, 1.0)
         row: dict[str, Any] = {"kernel": variant.entry, "variant": variant.name}
-        for name, call, copy, sets in (
-            ("2^28", large, lambda i: self.out.copy_(self.dense), 1),
-            ("2^24", small, lambda i: self.small_out[i].copy_(self.small[i]), SETS),
-        ):
+        if variant.entry.endswith("_list") or variant.name.endswith("a layer"):
+            sizes = [("layer", self.layer_call(variant.entry), self.copy_layer, 1)]
+        else:
+            large, small = self.calls(variant.entry)
+            sizes = [
+                ("2^28", large, lambda i: self.out.copy_(self.dense), 1),
+                ("2^24", small, lambda i: self.small_out[i].copy_(self.small[i]), SETS),
+            ]
+        for name, call, copy, sets in sizes:
             measured = measure(
                 {"copy": copy, "call": call},
                 torch.device("cuda"),
                 rotations=sets,
                 repetitions=repetitions,
+                no_graph="captured encodes go one by one" if name == "layer" else None,
             )
             row[name] = measured.over("call", "copy") / copies
             row[f"{name} timing"] = measured.method
@@ -234,7 +287,8 @@ def main() -> None:
             row = bench.measure(variant, options.repetitions)
         rows.append(row)
         print(
-            f"{row['kernel']:14} {row['variant']:32} {row['2^28']:.3f}  {row['2^24']:.3f}",
+            f"{row['kernel']:18} {row['variant']:32} "
+            + "  ".join(f"{row[size]:.3f}" for size in ("2^28", "2^24", "layer") if size in row),
             flush=True,
         )
     if options.json:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,6 +171,22 @@ class LaunchDriver:
         launch = function, *blocks, *threads, config.sharedMemBytes, stream, pointers, extra
         self.launches.append(("early", *launch))
         return (0,)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "each"),
+    [(600, None), (660, None), (661, 3), (780, 3), (1320, 5), (1600, 5), (1981, None)],
+)
+def test_even_waves_have_room_for_their_blocks(
+    blocks: int, each: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five blocks of 40 kB a multiprocessor at most; None: as many as there is room for."""
+    monkeypatch.setattr(jit.Loaded, "blocks_at_once", lambda *_: 5 * 132)
+    config = dataclasses.replace(jit.LAUNCH["pooled_decode_list"], even_waves=True)
+    kernel = jit.Loaded(7, 8, None, 132, config, processor_shared_bytes=228 << 10)
+    found = kernel.shared_for_even_waves(blocks, 8, 40_000)
+    room = kernel.processor_shared_bytes // (found + jit.RESERVED_SHARED_BYTES)
+    assert (found == 40_000) if each is None else (room == each)
 
 
 @pytest.mark.parametrize("starts_early", [False, True])

@@ -74,8 +74,8 @@ MIN_COVERAGE = 1 / 4
 # What a graph saves of one dtype is copied rather than encoded where that is less than this part of
 # all that it saves: it would take launches of its own.
 LEAST_SHARE = 64
-# A save costs the host as much time as a large one, however small it is. What is smaller than the first
-# share of what a block saves stays as it is, while all that does so is no more than the second.
+# A save costs the host as much time as a large one, however small it is. What is smaller than the
+# first share of what a block saves stays as it is, while all that does is no more than the second.
 LITTLE_SHARE = 1 / 2048
 MOST_LITTLE_SHARE = 1 / 32
 # What waits to be encoded together, and later decoded: the larger share of what a block saves up to

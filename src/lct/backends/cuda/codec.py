@@ -482,7 +482,10 @@ def call_over_groups(
     ends = list(itertools.accumulate(jit.ceil_div(count, warps) for count in counts))
     if first_blocks is not None:
         first_blocks[: len(ends) + 1] = [0, *ends]
-    return jit.Call(kernel, args, ends[-1], warps, memory.tables + warps * memory.warp)
+    shared_bytes = memory.tables + warps * memory.warp
+    if kernel.config.even_waves:
+        shared_bytes = kernel.shared_for_even_waves(ends[-1], warps, shared_bytes)
+    return jit.Call(kernel, args, ends[-1], warps, shared_bytes)
 
 
 def launch_with_credit(

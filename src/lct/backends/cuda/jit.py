@@ -38,6 +38,10 @@ TABLE_WORDS = SINGLES_WORDS + PAIRS_WORDS + ENCODE_WORDS + ENCODE_PAIRS_WORDS + 
 PAIR_BITS, PAIR_WINDOW, PAIR_STRIDE = 12, 16, 27
 # Updates that one launch of a step takes at most: their arguments are 9 kB for Adam.
 MOST_STEPS = 16
+# Beyond so many waves the last one is a small part of a launch.
+MOST_EVEN_WAVES = 3
+# Of a block's shared memory, for CUDA and for what kernels declare beside the dynamic part.
+RESERVED_SHARED_BYTES = 2048
 MOST_TENSORS = 16  # that one launch encodes or decodes at most: their arguments are 2.5 kB
 _SIZES = {
     "MOST_STEPS": MOST_STEPS,
@@ -314,6 +318,7 @@ class Loaded:
     processors: int  # of the device
     config: LaunchConfig
     shared_bytes: int = 48 * 1024
+    processor_shared_bytes: int = 0  # that the blocks of a multiprocessor share
     starts_early: bool = False  # whether the device can start a kernel before the one before ends
     grids: dict[int, Grid] = field(default_factory=dict)
     resident: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -346,6 +351,16 @@ class Loaded:
             check(error)
             self.resident[key] = max(blocks, 1) * self.processors
         return self.resident[key]
+
+    def shared_for_even_waves(self, blocks: int, warps: int, shared_bytes: int) -> int:
+        """``shared_bytes``, or as many as let no more blocks a multiprocessor in than equal waves
+        of ``blocks`` need.
+        """
+        waves = ceil_div(blocks, self.blocks_at_once(warps, shared_bytes))
+        if not 1 < waves <= MOST_EVEN_WAVES:
+            return shared_bytes
+        each = ceil_div(blocks, waves * self.processors)
+        return max(shared_bytes, self.processor_shared_bytes // each - RESERVED_SHARED_BYTES)
 
     def allow_shared(self, size_bytes: int) -> None:
         """Let blocks have so much dynamic shared memory."""
@@ -386,9 +401,11 @@ def load(
             handle = module.get_kernel(entry)
             error, function = driver().cuKernelGetFunction(driver().CUkernel(int(handle.handle)))
             check(error)
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            properties: Any = torch.cuda.get_device_properties(device)
+            processors = properties.multi_processor_count
             _loaded[key] = Loaded(
                 *(int(function), kernel.warps, module, processors, LAUNCH[entry]),
+                processor_shared_bytes=properties.shared_memory_per_multiprocessor,
                 starts_early=major >= 9,
             )
     return _loaded[key]

@@ -21,12 +21,15 @@ class LaunchConfig:
     """``min_blocks``: the second argument of ``__launch_bounds__``, measured and elsewhere.
 
     ``any_warps``: a launch may take fewer warps a block, so that few blocks spread evenly.
+    ``even_waves``: a launch of a few waves holds fewer blocks a multiprocessor at once where that
+    makes its waves equal.
     """
 
     warps: int
     measured_min_blocks: int = 1
     other_min_blocks: int = 1
     any_warps: bool = False
+    even_waves: bool = False
 
     @property
     def groups_at_once(self) -> int:
