@@ -434,6 +434,10 @@ def test_random_graphs(part: int, counts: Counts, monkeypatch: pytest.MonkeyPatc
         limit = chooser.choice([1, 2, 3, 5, 100]) * SIZE
         monkeypatch.setattr(activations, "save_batch_bytes", lambda limit=limit: limit)
         monkeypatch.setattr(saves, "SHARED_DECODED_BYTES", chooser.choice([1, 3, 99]) * SIZE)
+        monkeypatch.setattr(saves, "EARLY_SHARE", chooser.choice([0, 1 / 4, 1]))
+        monkeypatch.setattr(activations, "LITTLE_SHARE", chooser.choice([0, 1 / 16]))
+        most = chooser.choice([1, 2, 16])
+        monkeypatch.setattr(ops, "MOST_TOGETHER", most)
         expected = random_gradients(seed, contextlib.nullcontext)
         found = random_gradients(seed, lct.compress_activations)
         for want, got in zip(expected, found, strict=True):
