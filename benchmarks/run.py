@@ -78,6 +78,11 @@ MEASUREMENTS = {
             )
             for tokens in (500, 1000, 3500)
         ),
+        Measurement(
+            "train-qwen3-4b-captured-500",
+            f"{_QWEN} --sequence 500 --cuda-graph --variants dense,lct-weights-state,lct-all",
+            150,
+        ),
         *(
             Measurement(
                 f"train-qwen3-4b-identity-{tokens}",

@@ -562,6 +562,7 @@ def test_command_reports_what_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (("qwen3-tiny", "--memory-limit", "24"), 2, "24GiB"),
         (("qwen3-tiny", "--memory-limit", "500MiB"), 2, "at least 1GiB"),
         (("qwen3-tiny", "--device", "cpu", "--memory-limit", "24GiB"), 1, "CUDA device"),
+        (("qwen3-tiny", "--device", "cpu", "--cuda-graph"), 1, "CUDA device"),
         (("qwen3-tiny", "--device", "cpu", "--identity", "--pairs", "3"), 1, "one of"),
         (
             ("qwen3-tiny", "--device", "cpu", "--pairs", "3", "--variants", "recompute"),
@@ -608,6 +609,24 @@ def test_offloading_keeps_strides(device: str) -> None:
     assert torch.equal(
         from_host(to_host(values[:, :1].expand(2, 3, 4))), values[:, :1].expand(2, 3, 4)
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("configuration", ["eager", "lean"])
+@pytest.mark.parametrize("model", ["qwen3-tiny", "nanogpt-tiny"])
+def test_captured_steps(model: str, configuration: str) -> None:
+    """Replays have the bits of captured dense steps, and read a batch of their own each."""
+    case = replace(CASE, device="cuda", configuration=configuration, sequence=128, cuda_graph=True)
+    case = replace(case, model=model, backend="inductor", steps=4, micro_steps=2)
+    text = RANDOM if model == "qwen3-tiny" else load_tokens("bytes")
+    found = []
+    for name in ("dense", "lct-weights-state", "lct-all"):
+        row = measure_apart(replace(case, variant=name), text)
+        found.append(row)
+        assert row["error"] is None, row.get("traceback")
+        check_row(row, replace(case, variant=name))
+        assert len(set(row["losses"])) == len(row["losses"]) >= 5
+    assert differences(found) == []
 
 
 @pytest.mark.gpu

@@ -75,11 +75,12 @@ def _apart(function: Callable[..., dict[str, Any]], case: Case, *args: Any) -> d
 
 def _measure(case: Case, tokens: Tokens) -> dict[str, Any]:
     run = Run(case, tokens)
-    for _ in range(case.warm_up):
-        run.next_step()
+    run.warm_up()
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
         torch.cuda.reset_peak_memory_stats(run.device)
+    if case.cuda_graph:
+        run.capture()
     timing = summarize([run.timed_step() for _ in range(case.steps)])
     row: dict[str, Any] = {
         **run.peaks(),
@@ -127,8 +128,9 @@ def _measure_pairs(case: Case, tokens: Tokens, pairs: int) -> dict[str, Any]:
     base = replace(case, variant=VARIANTS[case.variant].equals or DENSE)
     runs = [Run(base, tokens), Run(case, tokens)]
     for run in runs:
-        for _ in range(case.warm_up):
-            run.next_step()
+        run.warm_up()
+        if case.cuda_graph:
+            run.capture()
     times: list[list[float]] = [[], []]
     for pair in range(pairs):
         for which in (0, 1) if pair % 2 == 0 else (1, 0):
@@ -240,6 +242,7 @@ def _settings(case: Case, tokens: Tokens) -> dict[str, Any]:
         "warm_up": case.warm_up,
         "steps": case.steps,
         "identity": case.identity,
+        "cuda_graph": case.cuda_graph,
         "memory_limit_mib": case.memory_limit_mib,
         "expandable_segments": case.expandable_segments,
         "tokens": tokens.kind,

@@ -6,14 +6,22 @@ import hashlib
 import importlib.util
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .. import CompressedTensor, CompressedWeight, compress_, decode, memory_report
+from .. import (
+    CompressedTensor,
+    CompressedWeight,
+    compress_,
+    decode,
+    memory_report,
+    reserve_arena,
+)
+from ..config import arena_limit_bytes
 from ..memory import LiveBytes
 from ..optim import step_in_backward
 from .models.causal_lm import CausalLm, materialize
@@ -68,8 +76,9 @@ class Case:
 
     ``micro_steps``: forward and backward passes a step, over ``micro_batch`` sequences each, whose
     gradients add up. ``itemized``: one more step says what its peak of memory consists of.
-    ``identity``: deterministic kernels, and hashes of weights and state at the end.
-    ``memory_limit_mib``: the memory of the card to imitate.
+    ``identity``: deterministic kernels, and hashes of weights and state at the end. ``cuda_graph``:
+    after the warm-up a step is captured, and later ones are its replays. ``memory_limit_mib``: the
+    memory of the card to imitate.
     """
 
     model: str
@@ -85,6 +94,7 @@ class Case:
     profiled: int = 1
     itemized: bool = False
     identity: bool = False
+    cuda_graph: bool = False
     memory_limit_mib: int | None = None
     num_layers: int | None = None
     lr: float | None = None
@@ -101,6 +111,8 @@ class Case:
         budget = VARIANTS[self.variant].saving.budget
         if budget < 1 and CONFIGURATIONS[self.configuration].compiled == "none":
             return "a memory budget is one of compiled graphs"
+        if self.cuda_graph and VARIANTS[self.variant].saving.offload:
+            return "copies to the host are not captured"
         if self.model in SIZES and self.sequence > SIZES[self.model].context:
             return f"{self.model} has a context of {SIZES[self.model].context} tokens"
         return None
@@ -143,6 +155,7 @@ class Run:
         self.tokens = tokens
         self.losses: list[torch.Tensor] = []
         self.seen: Any = None  # what compress_activations counted in the last forward
+        self._captured: tuple[torch.cuda.CUDAGraph, list[torch.Tensor], torch.Tensor] | None = None
 
         self.model = build_model(case.model, case.num_layers)
         if tokens.vocabulary > self.model.vocabulary:
@@ -181,6 +194,37 @@ class Run:
 
     def step(self, batches: Sequence[torch.Tensor]) -> None:
         """One step, the optimizers' within its last backward. Waits for nothing."""
+        if self._captured is None:
+            self.losses.append(self._train(batches))
+            return
+        graph, inputs, loss = self._captured
+        for old, new in zip(inputs, batches, strict=True):
+            old.copy_(new)
+        graph.replay()
+        self.losses.append(loss.clone())
+
+    def warm_up(self) -> None:
+        """The steps before anything is timed; a captured run's on a stream of their own."""
+        for _ in range(self.case.warm_up):
+            if self.case.cuda_graph:
+                with _aside(self.device):
+                    self.next_step()
+            else:
+                self.next_step()
+
+    def capture(self) -> None:
+        """Capture a step into a CUDA graph: from now on steps are its replays."""
+        inputs = self.batches()
+        storage = self.variant.storage
+        if storage.weights or storage.state or storage.activations:
+            device_bytes = torch.cuda.get_device_properties(self.device).total_memory
+            reserve_arena(arena_limit_bytes(device_bytes), self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self._train(inputs)
+        self._captured = graph, inputs, loss
+
+    def _train(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
         total: Any = 0
         for i, batch in enumerate(batches):
             with ExitStack() as adding:
@@ -192,7 +236,7 @@ class Run:
                 loss.backward()
             total = total + loss.detach()
             self.seen = seen
-        self.losses.append(total)
+        return total
 
     def next_step(self) -> None:
         """``step`` on the next batches."""
@@ -283,6 +327,16 @@ class Run:
                         state.update(key.encode())
                         state.update(_bytes(value))
         return {"weights_sha256": weights.hexdigest(), "state_sha256": state.hexdigest()}
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """On a stream of its own, as work before a capture must be."""
+    current, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    aside.wait_stream(current)
+    with torch.cuda.stream(aside):
+        yield
+    current.wait_stream(aside)
 
 
 def _bytes(value: torch.Tensor | CompressedTensor) -> memoryview:

@@ -102,6 +102,13 @@ def train(
             help="Deterministic kernels in all runs; compare losses, weights and state bit by bit.",
         ),
     ] = False,
+    cuda_graph: Annotated[
+        bool,
+        typer.Option(
+            "--cuda-graph",
+            help="Capture a step into a CUDA graph after the warm-up; the others are its replays.",
+        ),
+    ] = False,
     context_search: Annotated[
         bool,
         typer.Option(
@@ -196,7 +203,11 @@ def train(
             raise ValueError(f"--context-search takes models without a fixed context, got {name}")
     limit_mib = _parse_mib(memory_limit)
     place = choose_device(device)
-    for flag, given in (("--memory-limit", limit_mib is not None), ("--peak-items", peak_items)):
+    for flag, given in (
+        ("--memory-limit", limit_mib is not None),
+        ("--peak-items", peak_items),
+        ("--cuda-graph", cuda_graph),
+    ):
         if given and place != "cuda":
             raise ValueError(f"{flag} needs a CUDA device, got {place}")
     wanted = parse_names(variants, "--variants", VARIANTS)
@@ -222,6 +233,7 @@ def train(
             profiled=0 if identity or context_search else 1,
             itemized=peak_items,
             identity=identity,
+            cuda_graph=cuda_graph,
             memory_limit_mib=limit_mib,
             num_layers=layers,
             lr=lr,

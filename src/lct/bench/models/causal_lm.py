@@ -58,6 +58,10 @@ class CausalLm(nn.Module):
             self.layers[index] = Checkpointed(layer)
 
 
+# Nothing here is random, and the generator's state cannot be asked for while a graph is captured.
+_CHECKPOINT: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+
+
 class Checkpointed(nn.Module):
     """A layer under ``torch.utils.checkpoint`` (not reentrant); ``layer`` may be compiled."""
 
@@ -66,7 +70,7 @@ class Checkpointed(nn.Module):
         self.layer = layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
+        return checkpoint(self.layer, *args, **_CHECKPOINT, **kwargs)
 
 
 def _loss_sum(hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> torch.Tensor:
@@ -79,7 +83,7 @@ def chunked_loss(
     """Mean cross entropy. hidden: (tokens, width), targets: int64 (tokens,)."""
     total = torch.zeros((), device=hidden.device)
     for rows, wanted in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        total = total + checkpoint(_loss_sum, rows, head, wanted, use_reentrant=False)
+        total = total + checkpoint(_loss_sum, rows, head, wanted, **_CHECKPOINT)
     return total / targets.numel()
 
 
