@@ -222,6 +222,7 @@ class Driver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[Launch] = []
+        self.reserves: list[set[int]] = []
         self.before: Callable[[], object] | None = None  # called once, before a launch reads
         self.log: list[Any] = []
         self.arena: Any = Arena(self.log, limit_chunks=1000, grants=99)
@@ -255,7 +256,16 @@ class Driver:
             args = jit.Args.from_address(address)
             addresses = [(args.payload, args.dense)]
         self.launches.append(Launch(entry, addresses))
+        self.reserves.append(self.read_reserve(entry, address))
         return (0,)
+
+    def read_reserve(self, entry: str, address: int | None) -> set[int]:
+        """Whether blocks ask for room on the device, of all tensors of a launch."""
+        assert address is not None
+        if entry.endswith("_list") or entry == "select_books":
+            every: Any = codec.TensorList.from_address(address)
+            return {args.reserve for args in every.tensors if args.num_groups}
+        return {jit.Args.from_address(address).reserve}
 
     def _read_list(
         self, address: int | None, blocks: int, warps: int, shared_bytes: int
@@ -441,7 +451,7 @@ def test_a_buffer_of_several_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.launches[2:] == [Launch("pooled_decode_list", pairs)]
 
 
-@pytest.mark.parametrize("why", ["one", "dtypes", "raw", "many", "large", "captured"])
+@pytest.mark.parametrize("why", ["one", "dtypes", "raw", "many", "large"])
 def test_no_buffer_where_one_launch_does_not_do(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     driver = Driver(monkeypatch)
     layouts = [pooled_layout(1) for _ in range(3)]
@@ -453,10 +463,8 @@ def test_no_buffer_where_one_launch_does_not_do(monkeypatch: pytest.MonkeyPatch,
         layouts[1] = PayloadLayout(RAW, DTYPES["bfloat16"], 5, 0)
     elif why == "many":
         layouts *= 6
-    elif why == "large":
-        driver.arena.limit_chunks = 5
     else:
-        monkeypatch.setattr(codec, "is_capturing", lambda: True)
+        driver.arena.limit_chunks = 5
     dense = [torch.zeros(layout.num_values) for layout in layouts]
     assert codec.encode_buffer(dense, layouts, (0, 1)) is None
     assert not driver.launches and not driver.log
@@ -481,6 +489,37 @@ def test_a_captured_graph_encodes_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     encode_all(driver, [pooled_layout(2), pooled_layout(3)])
     assert [launch.entry for launch in driver.launches] == ["select_book", "pooled_encode"] * 2
     assert driver.log == ["sweep 1", "sweep 2"]
+
+
+def test_a_captured_buffer_asks_for_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    layouts = [pooled_layout(2), pooled_layout(3)]
+    dense = [torch.zeros(layout.num_values, dtype=torch.bfloat16) for layout in layouts]
+    for capturing in (False, True, False):
+        monkeypatch.setattr(codec, "is_capturing", lambda capturing=capturing: capturing)
+        driver.log.clear()
+        made = codec.encode_buffer(dense, layouts, (0, 1))
+        assert made is not None
+        held = made[2]
+        assert driver.log == ([f"sweep {held.serial}"] if capturing else ["admit 5"])
+        assert (held.captured, held.last) == (capturing, codec.CAPTURED if capturing else 1)
+        assert [launch.entry for launch in driver.launches[-2:]] == [
+            *("select_books", "pooled_encode_list")
+        ]
+        assert driver.reserves[-1] == {int(capturing)}
+    assert driver.loads == 2, "what stands ready serves both"
+
+
+def test_a_capture_needs_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    driver.arena.total_chunks = 0
+    monkeypatch.setattr(codec, "is_capturing", lambda: True)
+    layouts = [pooled_layout(2), pooled_layout(3)]
+    dense = [torch.zeros(layout.num_values, dtype=torch.bfloat16) for layout in layouts]
+    for encode in (codec.encode_buffer, codec.encode_list):
+        with pytest.raises(ArenaExhaustedError, match="must hold chunks before a graph"):
+            encode(dense, layouts, (0, 1))
+    assert driver.launches == [] and driver.log == []
 
 
 @pytest.mark.parametrize("capturing", [False, True])

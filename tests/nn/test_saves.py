@@ -206,6 +206,28 @@ def test_backward_within_the_block_gets_what_waits(counts: Counts) -> None:
     assert_same_bits(gradient(x), x.grad)
 
 
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_captures_hold_the_encodes_of_what_they_compute(
+    begins: bool, ends: bool, counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block may begin, and end, within a capture; what waits then is encoded within it too."""
+    captures = begins
+    monkeypatch.setattr(activations, "_captures_now", lambda: captures)
+    monkeypatch.setattr(activations, "is_capturing", lambda device: captures)
+    x = leaf()
+    with lct.compress_activations():
+        out = chain(x)
+        assert counts.encodes == []
+        captures = ends
+        out = chain(out, 2)
+    # The last ones at once, where the first ones wait for the other end; those stay dense.
+    assert counts.encodes == ([6] if begins == ends else [1, 1])
+    out.sum().backward()
+    assert x.grad is not None
+    assert_same_bits(gradient(x, 6), x.grad)
+
+
 def test_a_dropped_graph_is_not_encoded(counts: Counts) -> None:
     with lct.compress_activations():
         out = chain(leaf())

@@ -127,6 +127,7 @@ class SavedActivations:
         # Of the block before, which in a training loop saved as much as this one will.
         self._expected_bytes = _last.dense_bytes if _last is not None else 0
         self._seen_bytes = 0
+        self._within_capture = _captures_now()
         self._little_bytes = self._expected_bytes * LITTLE_SHARE
         self._most_little_bytes = self._expected_bytes * MOST_LITTLE_SHARE
 
@@ -229,7 +230,7 @@ class SavedActivations:
         ref = weakref.KeyedRef(stored, self._ended, key)
         self._seen_bytes += size
         limit = self._batch_bytes() if coded else 0
-        if size <= limit and _may_wait(tensor.device):
+        if size <= limit and self._may_wait(tensor.device):
             self._batch_for(tensor.device, stream, size, limit).add(ref, size)
         else:
             started = time_when_done(tensor.device) if self.profile else 0.0
@@ -301,23 +302,32 @@ class SavedActivations:
             batch = self._batch = SaveBatch(device, stream, self._order)
         return batch
 
+    def _may_wait(self, device: torch.device) -> bool:
+        """Whether an encode may wait for others: where kernels are launched, but not for the end of
+        a block outside of a captured graph, which must hold the encodes of what it computes.
+        """
+        return launches_kernels(device) and is_capturing(device) == self._within_capture
+
     def flush(self) -> None:
-        """Encode what waits for others to be encoded with. Does nothing while a graph is captured.
+        """Encode what waits for others to be encoded with. Does nothing while a graph is captured
+        within the block; where the block began within a capture that has ended, what waits stays
+        dense.
 
         ArenaExhaustedError and torch.OutOfMemoryError where there is no room: what waited stays
         dense, and backward gets it as it is.
         """
         batch = self._batch
-        if batch is not None and not is_capturing(batch.device):
+        if batch is None:
+            return
+        if is_capturing(batch.device) == self._within_capture:
             self._batch = None
             batch.encode()
+        elif self._within_capture:
+            self._batch = None
 
 
-def _may_wait(device: torch.device) -> bool:
-    """Whether an encode may wait for others: where kernels are launched, but for captured graphs,
-    which must hold the encodes of what they compute.
-    """
-    return launches_kernels(device) and not is_capturing(device)
+def _captures_now() -> bool:
+    return torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def _flat(tensor: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:

@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -191,7 +191,7 @@ class _EncodeCall:
         arena = held.arena
         capturing = is_capturing()
         if capturing and self.args.fresh:
-            arena.sweep_in_graph(held.serial, stream)
+            _prepare_capture(arena, [held.serial], stream)
         if capturing or self.worst_chunks > arena.limit_chunks:
             launch_with_credit(
                 self.kernel,
@@ -374,14 +374,13 @@ def encode_buffer(
         offsets is None
         or len(layouts) > jit.MOST_TENSORS
         or sum(map(worst_chunks, layouts)) * 2 > arenas.of(device).limit_chunks
-        or is_capturing()
     ):
         return None
     buffer = torch.empty(offsets.pop(), dtype=torch.uint8, device=denses[0].device)
     held = Lease(device)
     start, serial = buffer.data_ptr(), held.serial
     targets = [(start + offset, serial) for offset in offsets]
-    held.last = _launch_encodes(denses, layouts, candidates, device, targets)
+    held.note(_launch_encodes(denses, layouts, candidates, device, targets))
     return buffer, offsets, held
 
 
@@ -434,13 +433,42 @@ def _launch_encodes(
         args.payload, args.dense, args.serial = address, dense.data_ptr(), serial
     arena = arenas.of(device)
     stream = current_stream(device)
-    sequence = arena.admit(every.worst_chunks, stream)
+    capturing = is_capturing()
+    if capturing:
+        sequence = CAPTURED
+        _prepare_capture(arena, {serial for _, serial in targets}, stream)
+        for args in every.tensors:
+            args.reserve = 1
+    else:
+        sequence = arena.admit(every.worst_chunks, stream)
     if every.search is not None:
         every.search.launch(stream)
     every.code.launch(stream, early=every.search is not None)
-    arena.launched()
+    if capturing:
+        for args in every.tensors:
+            args.reserve = 0
+    else:
+        arena.launched()
     pool.append(every)
     return sequence
+
+
+def _prepare_capture(arena: arenas.Arena, serials: Iterable[int], stream: int) -> None:
+    """Before a captured encode into new payloads: ArenaExhaustedError where no arena is there.
+
+    Each replay has the payloads of the one before, whose chunks go back first.
+    """
+    if not arena.total_chunks:
+        raise ArenaExhaustedError(_NO_ARENA)
+    arena.note_capture()
+    for serial in serials:
+        arena.sweep_in_graph(serial, stream)
+
+
+_NO_ARENA = (
+    "the arena must hold chunks before a graph is captured: run the code once before capture, or "
+    "call lct.reserve_arena(size_bytes)"
+)
 
 
 def ensure_room(parts: Sequence[tuple[Any, PayloadLayout]]) -> None:
@@ -511,10 +539,7 @@ def launch_with_credit(
     groups = [tensor[0] for tensor in parts]
     if is_capturing():
         if not arena.total_chunks:
-            raise ArenaExhaustedError(
-                "the arena must hold chunks before a graph is captured: run the code once before "
-                "capture, or call lct.reserve_arena(size_bytes)"
-            )
+            raise ArenaExhaustedError(_NO_ARENA)
         arena.note_capture()
         for tensor in parts:
             for part in tensor:
