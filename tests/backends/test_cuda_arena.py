@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import gc
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -380,6 +381,34 @@ def test_a_sweep_in_a_graph_is_of_one_payload(device: Device) -> None:
     device.run()
     device.check()
     assert set(device.live) == {made[0][0], made[2][0]}
+
+
+def test_what_goes_waits_for_no_other_thread(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may go in a thread that holds what the other one wants."""
+    monkeypatch.setattr(arenas, "_SWEEP_PAYLOADS", 2)
+    monkeypatch.setattr(arenas, "_SWEEP_PAYLOADS_OF_MANY", 2)
+    made = spill(device, 300)
+    device.arena.settle()
+    entered, leave = threading.Event(), threading.Event()
+
+    def launch() -> None:
+        with device.arena.lock:
+            entered.set()
+            assert leave.wait(30)
+
+    other = threading.Thread(target=launch)
+    other.start()
+    assert entered.wait(30)
+    for serial, launched in made[:2]:
+        device.arena.forget(serial, launched)
+    assert len(device.arena._gone) == 2
+    leave.set()
+    other.join()
+    device.arena.forget(*made[2])
+    device.run()
+    assert not device.live and not device.arena._gone
 
 
 def test_long_runs(device: Device, rng: np.random.Generator) -> None:

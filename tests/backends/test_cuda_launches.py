@@ -24,13 +24,26 @@ from lct.presets import PRESETS, RAW
 LAYOUT = PayloadLayout(PRESETS["pooled"], DTYPES["bfloat16"], 8192 * 8, 748)
 
 
+class Lock:
+    """Counts how often it is held."""
+
+    held = 0
+
+    def __enter__(self) -> None:
+        self.held += 1
+
+    def __exit__(self, *_: Any) -> None:
+        self.held -= 1
+
+
 class Arena:
-    """Grants ``grants`` requests, then none."""
+    """Grants ``grants`` requests, then none; each is held until it is told of the launch."""
 
     def __init__(self, log: list[Any], limit_chunks: int, grants: int) -> None:
         self.log, self.limit_chunks, self.grants = log, limit_chunks, grants
         self.total_chunks = 1
         self.pointer = self.serial = 0
+        self.lock = Lock()
 
     def new_serial(self) -> int:
         self.serial += 1
@@ -40,6 +53,7 @@ class Arena:
         pass
 
     def admit(self, chunks: int, stream: int) -> int:
+        assert self.lock.held
         if not self.grants:
             raise ArenaExhaustedError("no memory; nothing was overwritten")
         self.grants -= 1
@@ -47,7 +61,7 @@ class Arena:
         return 1
 
     def launched(self) -> None:
-        pass
+        assert self.lock.held, "a checkpoint of another thread would count what is not enqueued"
 
     def note_capture(self) -> None:
         pass

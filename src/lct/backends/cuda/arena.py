@@ -129,7 +129,9 @@ class Arena:
         # Those that are open, and those of which the host has not heard that they are closed.
         self.segments: list[torch.Tensor] = []
         self._reserved_chunks = 0  # that the user asked for
-        self._lock = threading.RLock()
+        # Held from `admit` until the launch is enqueued too: a checkpoint that another thread takes
+        # in between would count it as done.
+        self.lock = threading.RLock()
         self._control = torch.zeros(
             _CONTROL_BYTES + _BITMAP_BYTES + _SEGMENTS_BYTES,
             dtype=torch.uint8,
@@ -184,9 +186,9 @@ class Arena:
 
         Waits only where launches in flight might take all that is free and the arena is at its
         limit. ArenaExhaustedError, before anything is launched, where the device has no memory to
-        grow it.
+        grow it. The caller holds ``lock`` until it has called ``launched``.
         """
-        with self._lock:
+        with self.lock:
             self.ensure(chunks, stream)
             self._uncovered += chunks
             self._launches_since += 1
@@ -197,7 +199,7 @@ class Arena:
         """Make sure that the next launches on ``stream`` may take ``chunks`` in all, as ``admit``
         does for one.
         """
-        with self._lock:
+        with self.lock:
             if self._stream is not None and stream != self._stream:
                 self._change_stream(stream)
             self._stream = stream
@@ -208,7 +210,7 @@ class Arena:
     def launched(self) -> None:
         """Call after the launch: now and then notes a point at which to read the counters."""
         if self._launches_since >= _CHECKPOINT_LAUNCHES or self._uncovered * 4 > self._free:
-            with self._lock:
+            with self.lock:
                 self._poll()
                 self._checkpoint()
 
@@ -224,11 +226,15 @@ class Arena:
         gone or chunks are short, and where nothing ever spilled there is nothing to sweep.
         """
         self._gone.append((serial, last_launch))
-        if len(self._gone) >= self._most_gone():
-            with self._lock:
+        # Called wherever an object ends, whatever locks its thread holds: no waiting for others.
+        # The next payload that goes tries again.
+        if len(self._gone) >= self._most_gone() and self.lock.acquire(blocking=False):
+            try:
                 self._poll()
                 if len(self._gone) >= self._most_gone():
                     self.collect()
+            finally:
+                self.lock.release()
 
     def _most_gone(self) -> int:
         many = self._known.used_chunks > self.limit_chunks
@@ -239,7 +245,7 @@ class Arena:
 
         Does not wait for the device. Does nothing while a graph is captured.
         """
-        with self._lock:
+        with self.lock:
             if torch.cuda.is_current_stream_capturing():
                 return
             # More may go while this runs (garbage collection, other threads): take what is there.
@@ -325,7 +331,7 @@ class Arena:
 
     def reserve(self, size_bytes: int) -> None:
         """Grow to at least ``size_bytes`` of chunks, for captured graphs; no trim undoes it."""
-        with self._lock:
+        with self.lock:
             self._stream = self._arena_stream()
             self._hear_of_trim()
             chunks = jit.ceil_div(size_bytes, CHUNK_BYTES)
@@ -349,7 +355,7 @@ class Arena:
         """
         if self._captured or len(self.segments) <= self._least_segments():
             return
-        with self._lock, torch.cuda.device(self.device):
+        with self.lock, torch.cuda.device(self.device):
             if torch.cuda.is_current_stream_capturing():
                 return
             self._poll()
@@ -395,7 +401,7 @@ class Arena:
 
     def settle(self) -> int:
         """Give back the chunks of payloads that are gone; chunks in use then. Synchronises."""
-        with self._lock:
+        with self.lock:
             self.collect()
             self._checkpoint()
             if self._checkpoints:
@@ -429,7 +435,7 @@ class Arena:
         self._uncovered = self._launches_since = 0
 
     def _poll(self) -> None:
-        with self._lock:
+        with self.lock:
             while self._checkpoints and self._checkpoints[0].snapshot.is_done():
                 done = self._checkpoints.popleft()
                 self._debited -= done.debited

@@ -208,11 +208,12 @@ class _EncodeCall:
             self.args.first_group, self.args.end_group = 0, layout.num_groups
             self.args.reserve = 0
             return
-        held.last = arena.admit(self.worst_chunks, stream)
-        if self.search is not None:
-            self.search.launch(stream)
-        self.code.launch(stream, early=self.search is not None)
-        arena.launched()
+        with arena.lock:
+            held.last = arena.admit(self.worst_chunks, stream)
+            if self.search is not None:
+                self.search.launch(stream)
+            self.code.launch(stream, early=self.search is not None)
+            arena.launched()
 
 
 def encode(
@@ -300,6 +301,12 @@ class _EncodeListCall:
         memory = SharedMemory(ENCODE_TABLE_BYTES, words * WORD_BYTES)
         self.code = call_over_groups(kernel, every, self.tensors, memory, every.first_block)
         self.worst_chunks = sum(worst_chunks(layout) for layout in layouts)
+
+    def launch(self, stream: int) -> None:
+        """The search for books, where there is one, and the encodes."""
+        if self.search is not None:
+            self.search.launch(stream)
+        self.code.launch(stream, early=self.search is not None)
 
 
 def worst_chunks(layout: PayloadLayout) -> int:
@@ -433,22 +440,19 @@ def _launch_encodes(
         args.payload, args.dense, args.serial = address, dense.data_ptr(), serial
     arena = arenas.of(device)
     stream = current_stream(device)
-    capturing = is_capturing()
-    if capturing:
+    if is_capturing():
         sequence = CAPTURED
         _prepare_capture(arena, {serial for _, serial in targets}, stream)
         for args in every.tensors:
             args.reserve = 1
-    else:
-        sequence = arena.admit(every.worst_chunks, stream)
-    if every.search is not None:
-        every.search.launch(stream)
-    every.code.launch(stream, early=every.search is not None)
-    if capturing:
+        every.launch(stream)
         for args in every.tensors:
             args.reserve = 0
     else:
-        arena.launched()
+        with arena.lock:
+            sequence = arena.admit(every.worst_chunks, stream)
+            every.launch(stream)
+            arena.launched()
     pool.append(every)
     return sequence
 
@@ -561,25 +565,26 @@ def launch_with_credit(
         piece = max(piece - piece % wave, min(piece, wave))
     for first in range(0, count, piece):
         end = min(first + piece, count)
-        try:
-            sequence = arena.admit((end - first) * worst_chunks, stream)
-        except ArenaExhaustedError as error:
-            if first == 0:
-                raise
-            raise ArenaExhaustedError(
-                f"the device has no memory for the overflow arena: of {count} groups the first "
-                f"{first} have new values, the others their old ones"
-            ) from error
-        for held in leases:
-            held.note(sequence)
-        search = before if first == 0 else None
-        if search is not None:
-            search.launch(stream)
-        if len(groups) == 1:
-            groups[0].first_group, groups[0].end_group = first, end
-        call = call_over_groups(kernel, args, groups, memory, first_blocks)
-        call.launch(stream, early=search is not None)
-        arena.launched()
+        with arena.lock:
+            try:
+                sequence = arena.admit((end - first) * worst_chunks, stream)
+            except ArenaExhaustedError as error:
+                if first == 0:
+                    raise
+                raise ArenaExhaustedError(
+                    f"the device has no memory for the overflow arena: of {count} groups the first "
+                    f"{first} have new values, the others their old ones"
+                ) from error
+            for held in leases:
+                held.note(sequence)
+            search = before if first == 0 else None
+            if search is not None:
+                search.launch(stream)
+            if len(groups) == 1:
+                groups[0].first_group, groups[0].end_group = first, end
+            call = call_over_groups(kernel, args, groups, memory, first_blocks)
+            call.launch(stream, early=search is not None)
+            arena.launched()
 
 
 def _decode_args(layout: PayloadLayout, device: int) -> jit.Args:

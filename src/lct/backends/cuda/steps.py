@@ -308,12 +308,13 @@ def _launch_ready(
     _fill(call.steps, args, updates, grads)
     stream = current_stream(device)
     arena = stored.spill.arena
-    sequence = arena.admit(worst_chunks, stream)
-    for update in updates:
-        for held, _ in update:
-            held.spill.last = sequence
-    call.call.launch(stream)
-    arena.launched()
+    with arena.lock:
+        sequence = arena.admit(worst_chunks, stream)
+        for update in updates:
+            for held, _ in update:
+                held.spill.last = sequence
+        call.call.launch(stream)
+        arena.launched()
     pool.append(call)
 
 
