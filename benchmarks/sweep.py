@@ -97,19 +97,17 @@ VARIANTS = (
             Variant(entry, "16 warps a block", {"warps": 16, "measured_min_blocks": 2}),
         )
     ),
-    *(
-        Variant(entry, name, launch)
-        for entry in ("pooled_decode_list", "pooled_encode_list", "sgd_step")
-        for name, launch in (
-            ("as it is, a layer", {}),
-            ("even waves, a layer", {"even_waves": True}),
-        )
-    ),
     Variant("pooled_decode", "4 steps loaded together", source=_CHUNK_4),
     *(
-        Variant(entry, f"{warps} warps, {blocks} blocks{', even waves' * even}", launch)
-        for entry in ("pooled_decode", "pooled_decode_list")
-        for warps, blocks in ((4, 7), (4, 10), (8, 3), (8, 4), (16, 2))
+        Variant(entry, f"{warps} warps, {blocks} blocks{', even waves' * even}{where}", launch)
+        for entry, where, shapes in (
+            ("pooled_decode", "", ((4, 7), (8, 4), (8, 5), (16, 2))),
+            ("pooled_decode_list", "", ((4, 7), (8, 4), (8, 5), (16, 2))),
+            ("pooled_encode_list", "", ((8, 3),)),
+            ("sgd_step", ", a layer", ((8, 2), (10, 2), (20, 1))),
+            ("adam_step", ", a layer", ((8, 2), (16, 1))),
+        )
+        for warps, blocks in shapes
         for even in (False, True)
         for launch in ({"warps": warps, "measured_min_blocks": blocks, "even_waves": even},)
     ),
@@ -117,8 +115,11 @@ VARIANTS = (
     Variant("sgd_step", "as it is"),
     Variant("sgd_step", "no prefetch", source=_NO_PREFETCH),
     Variant("sgd_step", "prefetch 16 steps", source=_FURTHER),
-    Variant("sgd_step", "8 warps a block, 128 registers", {"warps": 8}),
-    Variant("sgd_step", "20 warps a block", {"warps": 20, "measured_min_blocks": 1}),
+    *(
+        Variant("sgd_step", f"{warps} warps, {blocks} blocks", launch)
+        for warps, blocks in ((8, 2), (10, 2), (16, 1), (20, 1))
+        for launch in ({"warps": warps, "measured_min_blocks": blocks},)
+    ),
     Variant("adam_step", "as it is"),
     Variant("adam_step", "2 pairs at once", source=_TWO_PAIRS),
     Variant("adam_step", "12 warps a block", {"warps": 12}),

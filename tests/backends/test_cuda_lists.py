@@ -169,7 +169,9 @@ def test_one_launch_for_tensors_of_a_dtype(monkeypatch: pytest.MonkeyPatch) -> N
     launches = []
     launch = jit.Call.launch
     monkeypatch.setattr(
-        jit.Call, "launch", lambda call, stream: (launches.append(call), launch(call, stream))
+        jit.Call,
+        "launch",
+        lambda call, *how, **more: (launches.append(call), launch(call, *how, **more)),
     )
     outs.poison()
     decode_into(made, outs)
@@ -353,7 +355,9 @@ def test_two_launches_for_encodes_of_a_dtype(monkeypatch: pytest.MonkeyPatch) ->
     launches = []
     launch = jit.Call.launch
     monkeypatch.setattr(
-        jit.Call, "launch", lambda call, stream: (launches.append(call), launch(call, stream))
+        jit.Call,
+        "launch",
+        lambda call, *how, **more: (launches.append(call), launch(call, *how, **more)),
     )
     made = encode_all(*todo)
     assert len(launches) == 2, "the search for the books, and the encode"
