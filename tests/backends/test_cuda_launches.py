@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +162,9 @@ def test_captured_encodes_in_place_keep_their_book(monkeypatch: pytest.MonkeyPat
     assert in_graph == (["sweep 5", "search", "code 0-8 early"], None)
 
 
+PROCESSOR_SHARED_BYTES = 228 << 10
+
+
 class LaunchDriver:
     """A driver that takes any launch, and has the classes of the real one."""
 
@@ -196,8 +198,8 @@ def test_even_waves_have_room_for_their_blocks(
 ) -> None:
     """Five blocks of 40 kB a multiprocessor at most; None: as many as there is room for."""
     monkeypatch.setattr(jit.Loaded, "blocks_at_once", lambda *_: 5 * 132)
-    config = dataclasses.replace(jit.LAUNCH["pooled_decode_list"], even_waves=True)
-    kernel = jit.Loaded(7, 8, None, 132, config, processor_shared_bytes=228 << 10)
+    config = jit.LAUNCH["pooled_decode_list"]
+    kernel = jit.Loaded(7, 8, None, 132, config, processor_shared_bytes=PROCESSOR_SHARED_BYTES)
     found = kernel.shared_for_even_waves(blocks, 8, 40_000)
     room = kernel.processor_shared_bytes // (found + jit.RESERVED_SHARED_BYTES)
     assert (found == 40_000) if each is None else (room == each)
@@ -252,7 +254,16 @@ class Driver:
         self.loads += 1
         kernel = jit.KERNELS[entry]
         number = self.entries.index(entry)
-        return jit.Loaded(number, kernel.warps, None, 132, jit.LAUNCH[entry], 2**20)
+        return jit.Loaded(
+            number, kernel.warps, None, 132, jit.LAUNCH[entry], 2**20, PROCESSOR_SHARED_BYTES
+        )
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        self, function: int, threads: int, shared_bytes: int
+    ) -> tuple[int, int]:
+        blocks = jit.LAUNCH[self.entries[function]].measured_min_blocks
+        room = PROCESSOR_SHARED_BYTES // (shared_bytes + jit.RESERVED_SHARED_BYTES)
+        return 0, min(blocks, room)
 
     def cuLaunchKernel(self, function: int, blocks: int, *rest: Any) -> tuple[int]:
         *_, threads, _, _, shared_bytes, _, pointers, _ = rest

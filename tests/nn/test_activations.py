@@ -389,6 +389,11 @@ def test_what_is_little_beside_the_rest_stays_as_it_is(monkeypatch: pytest.Monke
         del outs
     # A fourth of the 64 KiB that the second block has stored: eight of 2 KiB.
     assert rows == [(3, 0), (1, 2), (41 - 8, 8)]
+    monkeypatch.setattr(activations, "LITTLE_BYTES", 2048)
+    with lct.compress_activations() as saved:
+        outs = [large.sin(), (small * 1).sin()]
+    assert (saved.encoded, len(saved.kept)) == (2, 0)
+    del outs
 
 
 def test_min_bytes_leaves_more_as_it_is() -> None:

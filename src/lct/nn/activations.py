@@ -74,10 +74,12 @@ MIN_COVERAGE = 1 / 4
 # What a graph saves of one dtype is copied rather than encoded where that is less than this part of
 # all that it saves: it would take launches of its own.
 LEAST_SHARE = 64
-# A save costs the host as much time as a large one, however small it is. What is smaller than the
-# first share of what a block saves stays as it is, while all that does is no more than the second.
-LITTLE_SHARE = 1 / 2048
-MOST_LITTLE_SHARE = 1 / 32
+# A save costs the host as much time as a large one, however small it is. What is smaller than so
+# many bytes, and than the first share of what a block saves, stays as it is, while all that does is
+# no more than the second share.
+LITTLE_BYTES = 4 << 20
+LITTLE_SHARE = 1 / 512
+MOST_LITTLE_SHARE = 1 / 8
 # What waits to be encoded together, and later decoded: the larger share of what a block saves up to
 # so many bytes, the smaller one beyond. Where saves are large a batch of few would take the host as
 # much time as one of many.
@@ -128,7 +130,7 @@ class SavedActivations:
         self._expected_bytes = _last.dense_bytes if _last is not None else 0
         self._seen_bytes = 0
         self._within_capture = _captures_now()
-        self._little_bytes = self._expected_bytes * LITTLE_SHARE
+        self._little_bytes = min(LITTLE_BYTES, self._expected_bytes * LITTLE_SHARE)
         self._most_little_bytes = self._expected_bytes * MOST_LITTLE_SHARE
 
     @property
@@ -183,8 +185,6 @@ class SavedActivations:
     def pack(self, tensor: torch.Tensor) -> Any:
         """Pack hook: a ``_Saved`` or a ``_Kept``. Called a thousand times a step."""
         reason = _reason_to_keep(tensor, self.min_bytes)
-        if not reason and self._is_little(tensor):
-            reason = "it is little beside what the block saves"
         if not reason:
             stored = self._find_or_store(tensor)
             if isinstance(stored, StoredSave):
@@ -193,16 +193,18 @@ class SavedActivations:
         self.kept[reason] += 1
         return _keep(tensor)
 
-    def _is_little(self, tensor: torch.Tensor) -> bool:
-        size = tensor.untyped_storage().nbytes()
-        if size >= self._little_bytes or size > self._most_little_bytes:
+    def _is_little(self, size_bytes: int) -> bool:
+        if size_bytes > self._most_little_bytes:
             return False
-        self._most_little_bytes -= size
+        self._most_little_bytes -= size_bytes
         return True
 
     def _find_or_store(self, tensor: torch.Tensor) -> StoredSave | str:
         """What ``tensor`` lies in, stored; or the reason why it stays as it is."""
         source = tensor.untyped_storage()
+        size = source.nbytes()
+        if size < self._little_bytes and self._is_little(size):
+            return "it is little beside what the block saves"
         # On CUDA another stream would have to wait for the encode: let it make its own.
         stream = stream_of(tensor) if tensor.is_cuda else 0
         key = source._cdata, tensor._version, tensor.dtype, stream
@@ -212,7 +214,6 @@ class SavedActivations:
         if stored is not None and stored.source() is source:
             self._sites.of(tensor).reused += 1
             return stored
-        size = source.nbytes()
         if tensor.nbytes < MIN_COVERAGE * size:
             return "it is a small part of its storage"
         site = self._sites.of(tensor)
@@ -480,10 +481,10 @@ def compress_activations(
     BF16, FP16 and FP32 tensors go through the codec (FP32 that was cast from BF16 as BF16), masks
     become bits. Left as they are: parameters and their views, other leaves that require gradients,
     tensor subclasses, integers, what is small (``SAVE_RULES``) or little beside what the block
-    before saved (1/2048, and 1/32 in all), the probabilities that cross entropy saves, and what is
-    saved while a backward runs. Gives a ``SavedActivations``: counts and
-    bytes, by line of the model too (``sites``); ``lct.stats()["activations"]`` has those of the
-    last block. ``profile``: also time encodes and decodes, waiting for the device around each.
+    before saved (below 4 MiB and 1/512 of it, and 1/8 in all), the probabilities that cross entropy
+    saves, and what is saved while a backward runs. Gives a ``SavedActivations``: counts and bytes,
+    by line of the model too (``sites``); ``lct.stats()["activations"]`` has those of the last
+    block. ``profile``: also time encodes and decodes, waiting for the device around each.
     ``min_bytes``: leave smaller storages as they are too. On a GPU an encode and a decode take tens
     of microseconds each, however small the tensor is: where the host is what a step waits for, a
     few MiB give up little memory and much of that time. ValueError where it is negative.

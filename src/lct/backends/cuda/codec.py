@@ -5,7 +5,6 @@ Tensors are dense, contiguous and on one CUDA device; launches go to torch's cur
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import sys
@@ -680,11 +679,11 @@ def decode_buffer(
 ) -> None:
     """Decode all of a buffer of ``encode_buffer`` into ``outs``, new tensors."""
     device = buffer.get_device()
-    with contextlib.ExitStack() as stack:
-        if current_device() != device:
-            stack.enter_context(torch.cuda.device(device))
-        start = buffer.data_ptr()
-        _launch_decodes([start + offset for offset in offsets], layouts, outs, device)
+    if current_device() != device:
+        with torch.cuda.device(device):
+            return decode_buffer(buffer, offsets, layouts, outs)
+    start = buffer.data_ptr()
+    _launch_decodes([start + offset for offset in offsets], layouts, outs, device)
 
 
 def _launch_decodes(
