@@ -22,7 +22,7 @@ from lct.bench import isolate, profile, tokens, train, training_run
 from lct.bench.isolate import ChildError, run_isolated
 from lct.bench.models.causal_lm import CausalLm, count_parameters, materialize
 from lct.bench.models.nanogpt import SIZES
-from lct.bench.models.transformers_models import SHAPES
+from lct.bench.models.transformers_models import SHAPES, TransformersLm
 from lct.bench.peak import items_at_peak
 from lct.bench.search import longest, search_context
 from lct.bench.tokens import load_tokens
@@ -50,7 +50,7 @@ from lct.cli import bench_train
 from lct.cli.app import app
 from lct.cli.plots import _pareto_front
 from lct.optim import step_in_backward
-from training import assert_same_model
+from training import assert_same_bits, assert_same_model
 
 torch.set_num_threads(1)
 RANDOM = load_tokens("random")
@@ -609,6 +609,25 @@ def test_offloading_keeps_strides(device: str) -> None:
     assert torch.equal(
         from_host(to_host(values[:, :1].expand(2, 3, 4))), values[:, :1].expand(2, 3, 4)
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_a_capture_makes_no_masks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers takes them from its caller: attention is then what it is outside."""
+    model = TransformersLm(replace(SHAPES["qwen3-tiny"], family=family), num_layers=2)
+    materialize(model, torch.device("cpu"), seed=3)
+    batch = RANDOM.batch(1, 13, model.vocabulary, seed=2)
+    expected = [model.hidden(batch), model.plain_loss(batch)]
+    with monkeypatch.context() as captured:
+        captured.setattr(torch.cuda, "is_initialized", lambda: True)
+        captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        masks = model._masks()
+    assert (masks is None) == (family == "llama")
+    monkeypatch.setattr(model, "_masks", lambda: masks)
+    for outside, within in zip(
+        expected, [model.hidden(batch), model.plain_loss(batch)], strict=True
+    ):
+        assert_same_bits(outside, within)
 
 
 @pytest.mark.gpu

@@ -128,12 +128,28 @@ class TransformersLm(CausalLm):
         return self.model.lm_head
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        inner = self.model.model
+        masks = self._masks()
+        return inner(input_ids=tokens, attention_mask=masks, use_cache=False).last_hidden_state
 
     def plain_loss(self, tokens: torch.Tensor) -> torch.Tensor:
         # As users call it; the model shifts the labels itself.
-        inputs = tokens[:, :-1]
-        return self.model(input_ids=inputs, labels=inputs, use_cache=False).loss
+        inputs, masks = tokens[:, :-1], self._masks()
+        return self.model(
+            input_ids=inputs, attention_mask=masks, labels=inputs, use_cache=False
+        ).loss
+
+    def _masks(self) -> dict[str, None] | None:
+        """None for each kind of layer, while a CUDA graph is captured.
+
+        Attention is causal without a mask, but transformers makes one then: other kernels, and
+        other graphs of compiled layers, than in steps that are not captured.
+        """
+        kinds = getattr(self.model.config, "layer_types", None)
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if kinds is None or not capturing:
+            return None
+        return dict.fromkeys(kinds)
 
     def parts(self) -> Iterator[nn.Module]:
         inner = self.model.model
