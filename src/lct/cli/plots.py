@@ -352,12 +352,22 @@ def _plot_variants(axes: Axes, rows: Sequence[dict[str, Any]], marker: str) -> N
         if group:
             front = _pareto_front([point(row) for row in group])
             axes.plot(*zip(*front, strict=True), style, color=color, linewidth=0.9, zorder=1)
-    for row in rows:
+    width, height = (
+        max(values) - min(values) or 1.0 for values in zip(*map(point, rows), strict=True)
+    )
+    named: list[tuple[float, float]] = []  # points with their name above
+    for row in sorted(rows, key=point):
         color = COLORS[0] if has_lct(row) else COLORS[1]
         fill = "none" if row["lossy"] else color
-        axes.plot(*point(row), marker, color=color, markerfacecolor=fill, markersize=7)
+        x, y = point(row)
+        axes.plot(x, y, marker, color=color, markerfacecolor=fill, markersize=7)
+        # Below, where it would lie over another name.
+        crowded = any(x - a < 0.2 * width and abs(y - b) < 0.03 * height for a, b in named)
+        if not crowded:
+            named.append((x, y))
+        offset = (5, -11 if crowded else 4)
         axes.annotate(
-            *(row["variant"], point(row)), xytext=(5, 4), textcoords="offset points", fontsize=7
+            *(row["variant"], (x, y)), xytext=offset, textcoords="offset points", fontsize=7
         )
 
 
