@@ -26,7 +26,7 @@ import torch
 import lct
 from lct.bench import optim
 from lct.bench.codec import normal_values
-from lct.bench.results import describe_run, write_json
+from lct.bench.results import describe_run, script_line, write_json
 
 KERNELS = ("pooled_encode", "pooled_decode", "sgd_step", "adam_step")
 ROUNDING = "fused"
@@ -122,7 +122,7 @@ def main() -> int:
         print(row["kernel"], *(f"{name} {value:,.1f}" for name, value in counts.items()), sep="  ")
         print("  waits", *(f"{name} {v:.2f}" for name, v in row["stall_cycles"].items()), sep="  ")
     if options.json is not None:
-        head = describe_run("python benchmarks/counters.py", "cuda", options.commit)
+        head = describe_run(script_line(), "cuda", options.commit)
         write_json(options.json, {**head, "rows": rows})
     return 0
 

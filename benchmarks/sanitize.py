@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lct.bench.results import describe_run, write_json
+from lct.bench.results import describe_run, script_line, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck")
@@ -108,7 +108,7 @@ def main() -> int:
         )
     if options.json is not None:
         found = re.search(r"Version (\S+)", version.stdout)
-        head = describe_run("python benchmarks/sanitize.py", "cuda", options.commit)
+        head = describe_run(script_line(), "cuda", options.commit)
         head["versions"]["compute-sanitizer"] = found[1] if found else None
         write_json(options.json, {**head, "rows": rows})
     clean = all(row["passed"] and not row["failed"] and row["reports"] == 0 for row in rows)

@@ -23,7 +23,7 @@ import torch
 
 import lct
 from lct.backends.cuda import jit, tuning
-from lct.bench.results import describe_run, write_json
+from lct.bench.results import describe_run, script_line, write_json
 from lct.bench.timing import measure
 from lct.tensor import decode_all, encode_all, live_tensors, sgd_all_
 
@@ -292,7 +292,7 @@ def main() -> None:
             flush=True,
         )
     if options.json:
-        head = describe_run("python benchmarks/sweep.py", "cuda", options.commit)
+        head = describe_run(script_line(), "cuda", options.commit)
         write_json(options.json, {**head, "rows": rows})
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import lct
-from lct.bench.results import describe_run, write_json
+from lct.bench.results import describe_run, script_line, write_json
 from lct.bench.timing import measure
 from lct.nn.bits import pack_bits
 from lct.nn.room import CAPACITY_WORDS
@@ -116,8 +116,7 @@ def main() -> None:
             )
     print(thresholds(rows))
     if options.json:
-        command = f"python benchmarks/thresholds.py --device {options.device}"
-        head = describe_run(command, options.device, options.commit)
+        head = describe_run(script_line(), options.device, options.commit)
         write_json(options.json, {**head, "rows": rows, "thresholds": thresholds(rows)})
 
 

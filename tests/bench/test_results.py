@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lct.bench import results
-from lct.bench.results import describe_run, git_commit, versions, write_json
+from lct.bench.results import describe_run, git_commit, script_line, versions, write_json
 
 
 def test_head_of_a_result() -> None:
@@ -19,6 +19,13 @@ def test_head_of_a_result() -> None:
     assert head["gpu"] is None
     assert datetime.datetime.fromisoformat(head["date"]).tzinfo is not None
     assert set(versions()) == {"lct", "torch", "cuda", "python", "numpy"}
+
+
+def test_the_command_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that was given, wherever it was run."""
+    argv = ["/somewhere/benchmarks/sweep.py", "--kernels", "a,b", "--json", "a file.json"]
+    monkeypatch.setattr("sys.argv", argv)
+    assert script_line() == "python benchmarks/sweep.py --kernels a,b --json 'a file.json'"
 
 
 @pytest.mark.parametrize(

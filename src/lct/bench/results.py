@@ -6,7 +6,9 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,11 @@ def _git(*arguments: str) -> str | None:
     except OSError:
         return None
     return run.stdout.strip() if run.returncode == 0 else None
+
+
+def script_line() -> str:
+    """The command of a script in ``benchmarks/`` as it was typed, for its result file."""
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def describe_run(command: str, device: str, commit: str | None = None) -> dict[str, Any]:
