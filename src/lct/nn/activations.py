@@ -496,8 +496,8 @@ def compress_activations(
     another order: the bits are those of that graph, not of the one without LCT
     (docs/guide.md, "torch.compile").
 
-    On CUDA saved tensors wait, dense, until there are enough for one launch
-    (``LCT_SAVE_BATCH_MIB``); the end of the block encodes the last ones. ArenaExhaustedError or
+    On CUDA saved tensors wait, dense, until a batch is full (``BATCH_BYTES``,
+    ``LCT_SAVE_BATCH_MIB``); the end of the block encodes the last ones. ArenaExhaustedError or
     torch.OutOfMemoryError, in forward or there, where memory runs out: what could not be encoded
     stays as it is.
 

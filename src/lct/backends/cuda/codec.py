@@ -332,7 +332,7 @@ def encode_list(
     made: list[Any] = [None] * len(denses)
     together: dict[tuple[int, int], list[int]] = {}
     for number, layout in enumerate(layouts):
-        # In a captured graph the kernel for one tensor asks for room on the device.
+        # In a captured graph each goes by itself, after a sweep for its own serial number.
         if layout.preset.pooled and not capturing and worst_chunks(layout) * 2 <= limit_chunks:
             key = layout.preset.code, layout.dtype.code
             together.setdefault(key, []).append(number)
@@ -534,8 +534,8 @@ def launch_with_credit(
     """Launch over all groups, in pieces that the arena's limit covers at worst (arena.py).
 
     ``parts``: what ``args`` says of each tensor's payloads; the first of them says which groups a
-    launch takes. ``worst_chunks`` a group. ``before``, the search for a book, is
-    launched once, when there is credit.
+    launch takes. ``worst_chunks`` a group. ``before``, the search for a book, is launched once,
+    when there is credit.
     ArenaExhaustedError where the device has no memory for the arena: before anything is launched,
     or between two pieces of a tensor, and then it says which groups have new values.
     """

@@ -1,9 +1,9 @@
 """Launch configurations, one table: warps a block, blocks that a multiprocessor's registers allow.
 
 Chosen by measurement on sm_90 (H200) for BF16, where more resident warps hide the latency of
-memory; elsewhere, and for FP32 and FP16, which need more registers, by reasoning: one step looser,
-so that no architecture spills registers to local memory (tests/backends/test_cuda_kernels.py holds
-that).
+memory; elsewhere, and for FP32 and FP16, which need more registers, by reasoning: as tight or a
+step looser, so that no architecture spills registers to local memory
+(tests/backends/test_cuda_kernels.py holds that).
 """
 
 from __future__ import annotations
