@@ -172,6 +172,11 @@ class PayloadLayout:
         """Arena chunks that a group can take at worst; a wide one also stores its low halves."""
         return 3 if self.dtype is UPCAST else 1
 
+    @cached_property
+    def worst_chunks(self) -> int:
+        """Arena chunks that an encode takes where nothing fits."""
+        return self.num_groups * self.chunks_per_group
+
     def group_values_index(self, group: int) -> np.ndarray:
         """Index of the value at (step, lane, j) of ``group``: (steps, 32, 4); may pass the end."""
         steps = np.arange(self.group_steps(group))[:, None, None]

@@ -545,7 +545,11 @@ def encode_batches(
     """
     layouts = _layouts(tensors, capacities, upcasts)
     start = 0
-    for count in ops.launch_counts(layouts, tensors[0].device):
+    counts = ops.launch_counts(layouts, tensors[0].device)
+    if len(counts) == 1:
+        yield slice(None), CompressedBatch(tensors, capacities, upcasts, layouts)
+        return
+    for count in counts:
         part = slice(start, start + count)
         start += count
         yield part, CompressedBatch(tensors[part], capacities[part], upcasts[part], layouts[part])

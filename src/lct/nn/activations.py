@@ -129,6 +129,7 @@ class SavedActivations:
         # Of the block before, which in a training loop saved as much as this one will.
         self._expected_bytes = _last.dense_bytes if _last is not None else 0
         self._seen_bytes = 0
+        self._limit_bytes = self._batch_bytes()
         self._within_capture = _captures_now()
         self._little_bytes = min(LITTLE_BYTES, self._expected_bytes * LITTLE_SHARE)
         self._most_little_bytes = self._expected_bytes * MOST_LITTLE_SHARE
@@ -212,7 +213,7 @@ class SavedActivations:
         stored = ref() if ref is not None else None
         # An address is used again after its storage was freed, and what was stored may live on.
         if stored is not None and stored.source() is source:
-            self._sites.of(tensor).reused += 1
+            stored.site.reused += 1
             return stored
         if tensor.nbytes < MIN_COVERAGE * size:
             return "it is a small part of its storage"
@@ -227,12 +228,13 @@ class SavedActivations:
             site.room.look(flat, upcast)
             if not site.room.pays:
                 return "its values need as much room compressed"
-        stored = StoredSave(flat, upcast, source, stream, site, self.profile)
-        ref = weakref.KeyedRef(stored, self._ended, key)
+        stored = StoredSave(flat, upcast, source, size, stream, site, self.profile)
+        ref = stored.ref = weakref.KeyedRef(stored, self._ended, key)
         self._seen_bytes += size
-        limit = self._batch_bytes() if coded else 0
-        if size <= limit and self._may_wait(tensor.device):
-            self._batch_for(tensor.device, stream, size, limit).add(ref, size)
+        if self._seen_bytes > self._expected_bytes:
+            self._limit_bytes = self._batch_bytes()
+        if coded and size <= self._limit_bytes and self._may_wait(tensor.device):
+            self._batch_for(tensor.device, stream, size).add(ref, size)
         else:
             started = time_when_done(tensor.device) if self.profile else 0.0
             encode_saves([stored])
@@ -287,15 +289,13 @@ class SavedActivations:
         share = max(min(BATCH_BYTES, saved * BATCH_SHARE), saved * LARGE_BATCH_SHARE)
         return min(self._most_batch_bytes, int(share))
 
-    def _batch_for(
-        self, device: torch.device, stream: int, size_bytes: int, limit: int
-    ) -> SaveBatch:
-        """The batch that takes so many bytes more; one that would exceed ``limit`` is encoded."""
+    def _batch_for(self, device: torch.device, stream: int, size_bytes: int) -> SaveBatch:
+        """The batch that takes so many bytes more; one that would exceed the limit is encoded."""
         batch = self._batch
         if batch is not None and (
             batch.stream != stream
             or batch.device != device
-            or batch.size_bytes + size_bytes > limit
+            or batch.size_bytes + size_bytes > self._limit_bytes
         ):
             self.flush()
             batch = None
@@ -339,13 +339,14 @@ def _flat(tensor: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:
 class _Saved:
     """What autograd holds for one saved tensor: its place in a ``StoredSave``."""
 
-    __slots__ = ("counter", "offset", "shape", "stored", "stride", "version", "waits")
+    __slots__ = ("counter", "stored", "version", "view", "waits")
 
     def __init__(self, stored: StoredSave, tensor: torch.Tensor) -> None:
         self.stored = stored
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
+        view = tensor.shape, tensor.stride(), tensor.storage_offset()
+        # None where it is what is stored: Python's search for cycles visits fewer objects.
+        whole = view == (stored.shape, stored.stride, 0)
+        self.view: Any = None if whole else view  # shape, strides, offset
         self.version = tensor._version
         # An alias shares the version counter; with another storage it does not keep the values
         # alive.
@@ -356,15 +357,14 @@ class _Saved:
 
     def unpack(self) -> torch.Tensor:
         if self.counter._version != self.version:
-            raise changed_error(self.counter.dtype, self.shape, self.version, self.counter._version)
+            shape = self.stored.shape if self.view is None else self.view[0]
+            raise changed_error(self.counter.dtype, shape, self.version, self.counter._version)
         if self.waits:
             self.waits = False
             self.stored.waiting -= 1
         stored = self.stored
         values = stored.values(shared=stored.waiting > 0)
-        if self.shape == stored.shape and self.stride == stored.stride and not self.offset:
-            return values
-        return values.as_strided(self.shape, self.stride, self.offset)
+        return values if self.view is None else values.as_strided(*self.view)
 
     @untraced
     def __del__(self) -> None:

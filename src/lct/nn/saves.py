@@ -36,8 +36,8 @@ class StoredSave:
     """
 
     __slots__ = (
-        *("__weakref__", "content", "decoded", "number", "profile", "shape", "site", "source"),
-        *("size_bytes", "stream", "stride", "upcast", "version", "waiting"),
+        *("__weakref__", "content", "decoded", "number", "profile", "ref", "shape", "site"),
+        *("size_bytes", "source", "stream", "stride", "upcast", "version", "waiting"),
     )
 
     def __init__(
@@ -45,6 +45,7 @@ class StoredSave:
         flat: torch.Tensor,
         upcast: bool,
         source: torch.UntypedStorage,
+        size_bytes: int,
         stream: int,
         site: SaveSite,
         profile: bool,
@@ -55,7 +56,9 @@ class StoredSave:
         self.upcast = upcast
         self.shape, self.stride = flat.shape, flat.stride()
         self.source = weakref.ref(source)
-        self.size_bytes = source.nbytes()
+        self.size_bytes = size_bytes
+        # To this object, for all that must not keep it alive: one serves, and there are thousands.
+        self.ref: weakref.ref[StoredSave] = weakref.ref(self)
         self.stream = stream
         self.site = site
         self.profile = profile
@@ -157,7 +160,7 @@ class EncodedSaves:
 
     def __init__(self, batch: CompressedBatch, saves: Sequence[StoredSave]) -> None:
         self.batch = batch
-        self.refs = [weakref.ref(stored) for stored in saves]
+        self.refs = [stored.ref for stored in saves]
         self.order, self.end = _NO_ORDER, 0
         self.is_decoded = False  # all that backward will ask for
 
@@ -243,8 +246,11 @@ class SaveBatch:
 
     def encode(self) -> None:
         """Encode those that still wait, on the stream on which they were saved."""
-        alive = [stored for ref in self.refs if (stored := ref()) is not None]
-        waiting = [stored for stored in alive if stored.waits_for_encode()]
+        waiting = [
+            stored
+            for ref in self.refs
+            if (stored := ref()) is not None and stored.waits_for_encode()
+        ]
         if not waiting:
             return
         with self._on_its_stream():
@@ -360,7 +366,7 @@ class _Decoded:
         with self.lock:
             self.forget(stored)
             stored.decoded, stored.version = flat, flat._version
-            self.entries[id(stored)] = weakref.ref(stored)
+            self.entries[id(stored)] = stored.ref
             self.size_bytes += flat.nbytes
             while self.size_bytes > SHARED_DECODED_BYTES and len(self.entries) > 1:
                 oldest = next(iter(self.entries.values()))()

@@ -177,7 +177,7 @@ class _EncodeCall:
         words = layout.capacity_words * (1 if preset.pooled else LANES)
         self.memory = SharedMemory(ENCODE_TABLE_BYTES, words * WORD_BYTES)
         self.code = call_over_groups(self.kernel, args, [args], self.memory)
-        self.worst_chunks = worst_chunks(layout)
+        self.worst_chunks = layout.worst_chunks
 
     def launch(self, layout: PayloadLayout, held: Lease, stream: int) -> None:
         """Launch with what ``args`` says of the tensor and its payload.
@@ -189,7 +189,8 @@ class _EncodeCall:
         """
         arena = held.arena
         capturing = is_capturing()
-        if capturing and self.args.fresh:
+        swept = bool(capturing and self.args.fresh)
+        if swept:
             _prepare_capture(arena, [held.serial], stream)
         if capturing or self.worst_chunks > arena.limit_chunks:
             launch_with_credit(
@@ -202,6 +203,7 @@ class _EncodeCall:
                 self.memory,
                 stream,
                 before=self.search if self.args.fresh or not capturing else None,
+                swept=swept,
             )
             # As they were, for the next tensor.
             self.args.first_group, self.args.end_group = 0, layout.num_groups
@@ -299,18 +301,13 @@ class _EncodeListCall:
         words = max(layout.capacity_words for layout in layouts)
         memory = SharedMemory(ENCODE_TABLE_BYTES, words * WORD_BYTES)
         self.code = call_over_groups(kernel, every, self.tensors, memory, every.first_block)
-        self.worst_chunks = sum(worst_chunks(layout) for layout in layouts)
+        self.worst_chunks = sum(layout.worst_chunks for layout in layouts)
 
-    def launch(self, stream: int) -> None:
-        """The search for books, where there is one, and the encodes."""
+    def launch(self, stream: int, *, swept: bool = False) -> None:
+        """The search for books, where there is one, and the encodes; ``swept``: after a sweep."""
         if self.search is not None:
-            self.search.launch(stream)
+            self.search.launch(stream, early=swept)
         self.code.launch(stream, early=self.search is not None)
-
-
-def worst_chunks(layout: PayloadLayout) -> int:
-    """Chunks of the arena that an encode takes where nothing fits."""
-    return layout.num_groups * layout.chunks_per_group
 
 
 def encode_list(
@@ -333,13 +330,13 @@ def encode_list(
     together: dict[tuple[int, int], list[int]] = {}
     for number, layout in enumerate(layouts):
         # In a captured graph each goes by itself, after a sweep for its own serial number.
-        if layout.preset.pooled and not capturing and worst_chunks(layout) * 2 <= limit_chunks:
+        if layout.preset.pooled and not capturing and layout.worst_chunks * 2 <= limit_chunks:
             key = layout.preset.code, layout.dtype.code
             together.setdefault(key, []).append(number)
         else:
             made[number] = encode(denses[number], layout, candidates)
     for numbers in together.values():
-        worsts = [worst_chunks(layouts[n]) for n in numbers]
+        worsts = [layouts[n].worst_chunks for n in numbers]
         for batch in batches(worsts, limit_chunks, jit.MOST_TENSORS):
             chosen = [numbers[k] for k in batch]
             if len(chosen) == 1:
@@ -376,11 +373,7 @@ def encode_buffer(
         with torch.cuda.device(device):
             return encode_buffer(denses, layouts, candidates)
     offsets = buffer_offsets(layouts)
-    if (
-        offsets is None
-        or len(layouts) > jit.MOST_TENSORS
-        or sum(map(worst_chunks, layouts)) * 2 > arenas.of(device).limit_chunks
-    ):
+    if offsets is None or not _is_one_launch(layouts, device):
         return None
     buffer = torch.empty(offsets.pop(), dtype=torch.uint8, device=denses[0].device)
     held = Lease(device)
@@ -410,9 +403,17 @@ def batches(worsts: Sequence[int], limit_chunks: int, most: int) -> Iterator[lis
 
 def launch_counts(layouts: Sequence[PayloadLayout], device: int) -> list[int]:
     """How many of ``layouts``, of one dtype and in their order, each launch encodes."""
-    worsts = [worst_chunks(layout) for layout in layouts]
+    if _is_one_launch(layouts, device):
+        return [len(layouts)]
+    worsts = [layout.worst_chunks for layout in layouts]
     limit_chunks = arenas.of(device).limit_chunks
     return [len(batch) for batch in batches(worsts, limit_chunks, jit.MOST_TENSORS)]
+
+
+def _is_one_launch(layouts: Sequence[PayloadLayout], device: int) -> bool:
+    """What ``batches`` says of most; asked for every batch of saves."""
+    worst = sum([layout.worst_chunks for layout in layouts])
+    return len(layouts) <= jit.MOST_TENSORS and worst * 2 <= arenas.of(device).limit_chunks
 
 
 def _sizes(layouts: Sequence[PayloadLayout]) -> tuple[tuple[int, int], ...]:
@@ -444,7 +445,7 @@ def _launch_encodes(
         _prepare_capture(arena, {serial for _, serial in targets}, stream)
         for args in every.tensors:
             args.reserve = 1
-        every.launch(stream)
+        every.launch(stream, swept=True)
         for args in every.tensors:
             args.reserve = 0
     else:
@@ -484,7 +485,7 @@ def ensure_room(parts: Sequence[tuple[Any, PayloadLayout]]) -> None:
     if not coded or is_capturing():
         return
     arena = coded[0][0].spill.arena
-    worst = sum(worst_chunks(layout) for _, layout in coded)
+    worst = sum(layout.worst_chunks for _, layout in coded)
     device = coded[0][0].payload.get_device()
     with torch.cuda.device(device):
         arena.ensure(min(worst, arena.limit_chunks), current_stream(device))
@@ -530,12 +531,13 @@ def launch_with_credit(
     stream: int,
     first_blocks: Any = None,
     before: jit.Call | None = None,
+    swept: bool = False,
 ) -> None:
     """Launch over all groups, in pieces that the arena's limit covers at worst (arena.py).
 
     ``parts``: what ``args`` says of each tensor's payloads; the first of them says which groups a
     launch takes. ``worst_chunks`` a group. ``before``, the search for a book, is launched once,
-    when there is credit.
+    when there is credit; ``swept``: after a sweep.
     ArenaExhaustedError where the device has no memory for the arena: before anything is launched,
     or between two pieces of a tensor, and then it says which groups have new values.
     """
@@ -551,7 +553,7 @@ def launch_with_credit(
             held.note(CAPTURED)
         call = call_over_groups(kernel, args, groups, memory, first_blocks)
         if before is not None:
-            before.launch(stream)
+            before.launch(stream, early=swept)
         call.launch(stream, early=before is not None)
         return
     count = sum(part.num_groups for part in groups)

@@ -483,7 +483,7 @@ class Call:
         """Launch on ``stream``. LctError where that fails.
 
         ``early``: the kernel may start while the one launched just before it on ``stream`` runs, if
-        the device can do that; it waits for it by itself (``wait_for_search`` in common.cuh).
+        the device can do that; it waits for it by itself (``wait_for_previous`` in common.cuh).
         """
         if early and self._keep[0].starts_early:
             if self._early is None:

@@ -189,15 +189,15 @@ __device__ __forceinline__ void stage_table(u32* to, const u32* from, u32 words)
         stage16(to + i, from + i);
 }
 
-// An encode may be launched early (`Call.launch` in jit.py): it starts while the search for its book runs. What was
-// launched before the search has ended by then.
-__device__ __forceinline__ void let_encode_start() {
+// A search for a book lets the encode after it start while it runs, a sweep in a captured graph the search (`early` in
+// jit.py). What was launched before those has ended by then.
+__device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-// Wait for the search that was launched before this kernel, and see what it wrote.
-__device__ __forceinline__ void wait_for_search() {
+// Wait for the kernel that was launched before this one, and for those it waits for; see what they wrote.
+__device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -88,7 +88,7 @@ struct GroupEncoder {
 extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void fixed_encode(const __grid_constant__ Args a) {
     extern __shared__ uint4 shared[];
     u32* table = (u32*)shared;
-    wait_for_search();
+    wait_for_previous();
     const EncodeTables tables = stage_encode_tables(table, book_tables(a));
     const u32 shift = a.book == NO_CHUNK ? a.payload[4] : a.header[1] & 255u;
     __shared__ bool admitted;

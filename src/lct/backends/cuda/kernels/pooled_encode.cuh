@@ -89,8 +89,8 @@ __device__ __forceinline__ void encode_block(const Args& a, u32 block) {
     }
     __shared__ bool admitted;
     const int chunks = DTYPE == 4 ? 3 : 1;
+    wait_for_previous();
     reserve_for_block(a, block, chunks, admitted);
-    wait_for_search();
     const EncodeTables tables = stage_encode_tables(table, book_tables(a));
     stage_wait();
     __syncthreads();

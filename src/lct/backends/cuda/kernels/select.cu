@@ -6,7 +6,7 @@
 
 #if POOLED
 extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book(const __grid_constant__ Args a) {
-    let_encode_start();
+    let_next_start();
     select_for_pooled(a);
 }
 #else
@@ -14,7 +14,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book
     __shared__ u32 counts[SYMBOLS + 3], occurring[256], num_occurring;
     __shared__ u64 best;
     const u32 thread = threadIdx.x, lane = thread % 32;
-    let_encode_start();
+    let_next_start();
     for (u32 i = thread; i < SYMBOLS; i += THREADS)
         counts[i] = 0;
     if (thread == 0) {
@@ -48,5 +48,6 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void select_book
     }
     __syncthreads();
     if (thread < 4) ((u32*)a.payload)[thread] = header_word(a, thread, (u32)(best >> 8) & 255u, (u32)best & 255u);
+    wait_for_previous();  // so that the encode waits for the sweep
 }
 #endif

@@ -79,4 +79,5 @@ __device__ __forceinline__ void select_for_pooled(const Args& a) {
     __shared__ u32 totals[MOST_BOOKS], book;
     select_pooled(a, totals, book);
     if (threadIdx.x < 4) ((u32*)a.payload)[threadIdx.x] = header_word(a, threadIdx.x, book, 0);
+    wait_for_previous();  // so that the encode waits for the sweep
 }

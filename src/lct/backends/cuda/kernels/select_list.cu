@@ -2,6 +2,6 @@
 // threads takes a tensor, whatever the list says of blocks.
 extern "C" __global__ __launch_bounds__(WARPS * 32,
                                         MIN_BLOCKS) void select_books(const __grid_constant__ TensorList list) {
-    let_encode_start();
+    let_next_start();
     select_for_pooled(list.tensors[blockIdx.x]);
 }

@@ -1,6 +1,7 @@
 // Give back the chunks of payloads that are gone. `dense` holds their serial numbers, sorted, `capacity` of them; where
 // it is null there is one, `serial`. A thread looks at a chunk, and at others where the arena has grown since a capture.
 extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void sweep_chunks(const __grid_constant__ Args a) {
+    let_next_start();
     const u32* gone = a.dense ? (const u32*)a.dense : &a.serial;
     // In closed segments all count as taken, and nobody has them.
     const u32 chunks = a.arena->bitmap_words * 32;
