@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lct
-from lct.nn import activations, saves
+from lct.nn import activations, garbage, saves
 from lct.nn.activations import is_exact_upcast
 from lct.nn.bits import pack_bits
 from lct.tensor import live_tensors
@@ -373,6 +373,30 @@ def test_stats_have_the_sites_of_the_last_block() -> None:
     assert row.startswith(__file__) and "64 × 64" in row and not kept
     assert site["encode_seconds"] > 0 and site["decode_seconds"] > 0
     assert site["saved_bytes"] == site["dense_bytes"] - site["stored_bytes"] > 0
+
+
+@pytest.mark.parametrize("threshold", [700, 0, 10**6])
+def test_fewer_collections_within_a_block(threshold: int) -> None:
+    """As long as those are rare or off that the user asked for; whatever ends the block."""
+    counts: list[str] = []
+    before = gc.get_threshold()
+    x = hidden(64, 64)
+    gc.collect()
+    gc.set_threshold(threshold, 11, 12)
+    gc.callbacks.append(lambda phase, _: counts.append(phase))
+    try:
+        with lct.compress_activations():
+            outs = [(x * k).sin() for k in range(500)]
+            with lct.compress_activations():
+                assert gc.get_threshold()[0] == {700: garbage.THRESHOLD}.get(threshold, threshold)
+            assert counts == [] and len(outs) == 500
+        assert gc.get_threshold() == (threshold, 11, 12)
+        with pytest.raises(ZeroDivisionError), lct.compress_activations():
+            raise ZeroDivisionError
+        assert gc.get_threshold() == (threshold, 11, 12)
+    finally:
+        gc.callbacks.pop()
+        gc.set_threshold(*before)
 
 
 def test_what_is_little_beside_the_rest_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

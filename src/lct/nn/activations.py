@@ -24,6 +24,7 @@ from ..config import save_batch_bytes
 from ..ops import arena_devices, launches_kernels, trim_arenas
 from ..text import text_table
 from .bits import pack_bits
+from .garbage import fewer_collections
 from .room import heard_of_spills
 from .saves import (
     BatchOrder,
@@ -501,6 +502,9 @@ def compress_activations(
     torch.OutOfMemoryError, in forward or there, where memory runs out: what could not be encoded
     stays as it is.
 
+    Python's garbage collection comes less often in the block: a save is Python objects, and
+    thousands of them would call for it (``gc.set_threshold``, as it was when the block ends).
+
     A saved tensor that is changed in place before backward raises autograd's error, as without
     LCT. A change that torch does not see (through ``.data``, or by a kernel of one's own) is not
     seen here either: backward then may get the values from before.
@@ -523,9 +527,10 @@ def compress_activations(
         install()
     global _last
     _last = saved
-    with saved_tensors_hooks(saved.pack, _unpack):
-        yield saved
-    saved.flush()
+    with fewer_collections():
+        with saved_tensors_hooks(saved.pack, _unpack):
+            yield saved
+        saved.flush()
     if saved is not around:
         trim_arenas()
         for device in arena_devices():
