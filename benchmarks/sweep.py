@@ -4,7 +4,8 @@
 
 A variant is a change of its row in ``backends/cuda/tuning.py`` or of a few lines of source. Times
 are medians over a copy's of the same tensor (steps: over 2.5 copies), taken in turn with it, at
-2^28 values by events and at 2^24 values by replays of a CUDA graph; of kernels that take several
+2^28 values by events and at 2^24 values by replays of a CUDA graph, those of single tensors also
+for what Qwen3-4B saves of 3,500 tokens, a few waves of blocks; of kernels that take several
 tensors, over copies of all weights of a layer of Qwen3-4B, in two launches as training makes them.
 Bits are checked for every variant of a decode. The rows of tuning.py and docs/performance.md come
 from its result files.
@@ -28,6 +29,7 @@ from lct.bench.timing import measure
 from lct.tensor import decode_all, encode_all, live_tensors, sgd_all_
 
 LARGE, SMALL, SETS = 2**28, 2**24, 8
+SAVE = 3500 * 9728
 # Values of a layer's weights: q, k, v, o, gate; up, down.
 LAYER = (
     *((2560 * 4096, 2560 * 1024, 2560 * 1024, 4096 * 2560, 2560 * 9728),),
@@ -111,6 +113,10 @@ VARIANTS = (
         for launch in ({"warps": warps, "measured_min_blocks": blocks, "even_waves": even},)
     ),
     Variant("pooled_encode", "64 registers", {"measured_min_blocks": 4}),
+    Variant("pooled_encode", "even waves", {"even_waves": True}),
+    Variant("pooled_encode", "4 warps, 6 blocks", {"warps": 4, "measured_min_blocks": 6}),
+    Variant("pooled_encode", "12 warps, 2 blocks", {"warps": 12, "measured_min_blocks": 2}),
+    Variant("pooled_encode", "24 warps", {"warps": 24, "measured_min_blocks": 1}),
     Variant("sgd_step", "as it is"),
     Variant("sgd_step", "no prefetch", source=_NO_PREFETCH),
     Variant("sgd_step", "prefetch 16 steps", source=_FURTHER),
@@ -180,6 +186,8 @@ class Bench:
         self.small_out = list(self.out.split(SMALL)[:SETS])
         self.small_grad = list(self.grad.split(SMALL)[:SETS])
         self.coded = lct.encode(self.dense)
+        self.saved = self.dense[:SAVE]
+        self.saved_coded, self.saved_out = lct.encode(self.saved), self.out[:SAVE]
         self.small_coded = [lct.encode(t) for t in self.small]
         self.weight = lct.encode(self.dense, capacity="exact")
         self.state = lct.encode(self.momentum, capacity="exact")
@@ -221,6 +229,12 @@ class Bench:
             lambda i: self.small_weight[i].sgd_(self.small_state[i], self.small_grad[i], **UPDATE),
         )
 
+    def saved_call(self, entry: str) -> Callable[[int], object]:
+        """The call that uses kernel ``entry`` on what a model saves."""
+        if entry == "pooled_decode":
+            return lambda i: self.saved_coded.decode(self.saved_out)
+        return lambda i: lct.encode(self.saved)
+
     def layer_call(self, entry: str) -> Callable[[int], object]:
         """The calls that use kernel ``entry`` on all weights of a layer."""
         if entry == "pooled_decode_list":
@@ -253,6 +267,9 @@ class Bench:
                 ("2^28", large, lambda i: self.out.copy_(self.dense), 1),
                 ("2^24", small, lambda i: self.small_out[i].copy_(self.small[i]), SETS),
             ]
+            if variant.entry in ("pooled_encode", "pooled_decode"):
+                call = self.saved_call(variant.entry)
+                sizes.append(("save", call, lambda i: self.saved_out.copy_(self.saved), 1))
         for name, call, copy, sets in sizes:
             measured = measure(
                 {"copy": copy, "call": call},
@@ -288,7 +305,9 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row['kernel']:18} {row['variant']:32} "
-            + "  ".join(f"{row[size]:.3f}" for size in ("2^28", "2^24", "layer") if size in row),
+            + "  ".join(
+                f"{row[size]:.3f}" for size in ("2^28", "2^24", "save", "layer") if size in row
+            ),
             flush=True,
         )
     if options.json:
