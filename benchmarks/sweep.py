@@ -112,6 +112,11 @@ VARIANTS = (
         for even in (False, True)
         for launch in ({"warps": warps, "measured_min_blocks": blocks, "even_waves": even},)
     ),
+    *(
+        Variant(entry, f"FP32 from BF16, {blocks} blocks", {"other_min_blocks": blocks})
+        for entry, most in (("pooled_encode_list", 3), ("pooled_decode_list", 5))
+        for blocks in (most - 1, most)
+    ),
     Variant("pooled_encode", "64 registers", {"measured_min_blocks": 4}),
     Variant("pooled_encode", "even waves", {"even_waves": True}),
     Variant("pooled_encode", "4 warps, 6 blocks", {"warps": 4, "measured_min_blocks": 6}),
@@ -198,6 +203,10 @@ class Bench:
         parts = iter(self.dense[: sum(map(sum, LAYER))].split([n for some in LAYER for n in some]))
         self.layer = [[next(parts) for _ in some] for some in LAYER]
         self.layer_coded = [[lct.encode(t, capacity="exact") for t in some] for some in self.layer]
+        # As a norm saves it: FP32 that holds BF16 values.
+        self.upcast = [tensor.float() for tensor in self.layer[0]]
+        self.upcast_out = [torch.empty_like(tensor) for tensor in self.upcast]
+        self.upcast_coded = encode_all(self.upcast, [748] * 5, [True] * 5)
         self.layer_state = [
             [lct.encode(t / 10, capacity="exact") for t in some] for some in self.layer
         ]
@@ -235,6 +244,16 @@ class Bench:
             return lambda i: self.saved_coded.decode(self.saved_out)
         return lambda i: lct.encode(self.saved)
 
+    def upcast_call(self, entry: str) -> Callable[[int], object]:
+        """The call that uses kernel ``entry`` on FP32 that was cast from BF16."""
+        if entry == "pooled_decode_list":
+            return lambda i: decode_all(self.upcast_coded)
+        return lambda i: encode_all(self.upcast, [748] * 5, [True] * 5)
+
+    def copy_upcast(self, i: int) -> None:
+        for out, tensor in zip(self.upcast_out, self.upcast, strict=True):
+            out.copy_(tensor)
+
     def layer_call(self, entry: str) -> Callable[[int], object]:
         """The calls that use kernel ``entry`` on all weights of a layer."""
         if entry == "pooled_decode_list":
@@ -259,7 +278,9 @@ class Bench:
         """One row."""
         copies = FLOOR_COPIES.get(variant.entry, 1.0)
         row: dict[str, Any] = {"kernel": variant.entry, "variant": variant.name}
-        if variant.entry.endswith("_list") or variant.name.endswith("a layer"):
+        if variant.name.startswith("FP32"):
+            sizes = [("layer", self.upcast_call(variant.entry), self.copy_upcast, 1)]
+        elif variant.entry.endswith("_list") or variant.name.endswith("a layer"):
             sizes = [("layer", self.layer_call(variant.entry), self.copy_layer, 1)]
         else:
             large, small = self.calls(variant.entry)
