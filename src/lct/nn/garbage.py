@@ -2,7 +2,7 @@
 
 A save is some Python objects that live until backward. Python looks through what is new after every
 700 objects, and through all objects of the process once enough of the new ones have lived for a
-while: with 2,000 saves a step, that was half of what LCT cost the host. No save is in a cycle.
+while: thousands of saves a step make both frequent, and no save is in a cycle.
 """
 
 from __future__ import annotations
