@@ -215,6 +215,8 @@ class CompressedTensor:
         counts), lr, beta1, beta2, eps, weight_decay (floats), decoupled_weight_decay, maximize
         (bools), rounding, grad_scale, found_inf (as ``sgd_``).
         """
+        if isinstance(update["step"], torch.Tensor):
+            update["step"] = [update["step"]]
         adam_all_([(self, exp_avg, exp_avg_sq)], [grad], **update)
 
     def muon_(self, grad: torch.Tensor, *, momentum: float) -> torch.Tensor:
@@ -619,7 +621,8 @@ def adam_all_(
 ) -> None:
     """``CompressedTensor.adam_`` of many: (parameter, exp_avg, exp_avg_sq), in few launches.
 
-    All are at the same ``step``. ``launched`` as ``sgd_all_``.
+    ``step``: a number, the same for all, or for "fused" the tensor of each. ``launched`` as
+    ``sgd_all_``.
     """
     _launch_all(ops.fused_adam, _written_parts(updates), grads, launched, update)
 
@@ -631,7 +634,10 @@ def _launch_all(
     launched: Launched | None,
     update: dict[str, Any],
 ) -> None:
+    counts = update.get("step")
     for numbers in ops.fused_launches(parts):
+        if isinstance(counts, Sequence):
+            update = {**update, "step": [counts[n] for n in numbers]}
         step([parts[n] for n in numbers], [grads[n] for n in numbers], **update)
         if launched is not None:
             launched(numbers)

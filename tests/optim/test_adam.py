@@ -288,6 +288,10 @@ def test_bad_arguments(kind: str) -> None:
     with pytest.raises(ValueError, match="differentiable must be False"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "differentiable": True})
     assert len(optimizer.param_groups) == 1
+    fused = new(model.parameters(), fused=True, capturable=True)
+    saved = kind_of(kind, False)(weights(False).parameters(), capturable=True, fused=True)
+    fused.load_state_dict(saved.state_dict())
+    assert fused.param_groups[0]["capturable"] is True
     saved = kind_of(kind, False)(weights(False).parameters(), capturable=True).state_dict()
     with pytest.raises(ValueError, match="capturable must be False"):
         optimizer.load_state_dict(saved)

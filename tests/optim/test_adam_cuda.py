@@ -270,3 +270,102 @@ def test_grad_scale_and_found_inf(kind: str, monkeypatch: pytest.MonkeyPatch) ->
             its.step()
         assert_same(model, optimizer, dense, expected)
     assert taken == ["fused"] * (6 * 3)
+
+
+def named_weights(compress: bool) -> nn.ParameterDict:
+    """Matrices of several sizes and a vector, from one seed."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"a": (256, 512), "b": (3, 64), "c": (1030, 2048), "bias": (512,)}
+    made = {
+        name: nn.Parameter((torch.randn(shape, generator=generator) * 0.02).bfloat16().to(DEVICE))
+        for name, shape in shapes.items()
+    }
+    model = nn.ParameterDict(made)
+    if compress:
+        lct.compress_(model)
+    return model
+
+
+def set_grads(model: nn.ParameterDict, seed: int, names: tuple[str, ...] | None = None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in model.items():
+        grad = (torch.randn(param.shape, generator=generator) * 1e-2).bfloat16().to(DEVICE)
+        param.grad = grad if names is None or name in names else None
+
+
+def assert_same_optimizers(
+    expected: nn.ParameterDict, theirs: Any, model: nn.ParameterDict, ours: Any
+) -> None:
+    state = ours.state_dict()["state"]
+    for number, (name, param) in enumerate(model.items()):
+        got = param.dense() if isinstance(param, CompressedWeight) else param.detach()
+        assert_bits(got, expected[name].detach(), name)
+        for key, value in theirs.state[expected[name]].items():
+            assert_bits(state[number][key].to(DEVICE), value, f"{key} of {name}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_optimizer_step(kind: str) -> None:
+    """``step()`` as a whole in a CUDA graph, which counts its replays; a dense vector beside."""
+    options = {"lr": 0.01, "weight_decay": 0.1, "fused": True, "capturable": True}
+    dense, model = named_weights(False), named_weights(True)
+    theirs = KINDS[kind](dense.values(), **options)
+    ours = getattr(lct.optim, kind)(model.values(), **options)
+    for seed in range(2):
+        for some, optimizer in ((dense, theirs), (model, ours)):
+            set_grads(some, seed)
+            optimizer.step()
+    lct.reserve_arena(8 << 20)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step()
+    for _ in range(5):
+        graph.replay()
+        theirs.step()
+    assert_same_optimizers(dense, theirs, model, ours)
+
+
+def test_captures_that_are_refused() -> None:
+    """Before anything changes: counts on the CPU, a first step, what no kernel takes."""
+    for options, steps, match in (
+        ({"fused": True}, 2, "needs fused=True and capturable=True"),
+        ({}, 2, "needs fused=True and capturable=True"),
+        ({"fused": True, "capturable": True}, 0, "stepped before its capture"),
+        ({"fused": True, "capturable": True, "amsgrad": True}, 2, "no amsgrad"),
+    ):
+        model = named_weights(True)
+        optimizer = lct.optim.AdamW(model.values(), **options)
+        set_grads(model, 0)
+        for _ in range(steps):
+            optimizer.step()
+        before = model["a"].dense()
+        lct.reserve_arena(8 << 20)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(RuntimeError, match=match), torch.cuda.graph(graph):
+            optimizer.step()
+        assert_bits(model["a"].dense(), before, "a")
+
+
+def test_fused_steps_of_many_share_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever each parameter's count of steps is."""
+    from lct.backends.cuda import jit
+
+    options = {"lr": 0.01, "fused": True}
+    dense, model = named_weights(False), named_weights(True)
+    theirs = torch.optim.AdamW(dense.values(), **options)
+    ours = lct.optim.AdamW(model.values(), **options)
+    launches: list[str] = []
+    launch = jit.Call.launch
+
+    def counted(call: Any, *how: Any, **more: Any) -> None:
+        launches.append(type(call.args).__name__)
+        launch(call, *how, **more)
+
+    for seed, names in enumerate((None, ("a",), ("a", "c"), None, None)):
+        if seed == 4:
+            monkeypatch.setattr(jit.Call, "launch", counted)
+        for some, optimizer in ((dense, theirs), (model, ours)):
+            set_grads(some, seed, names)
+            optimizer.step()
+    assert launches.count("StepList") == 1
+    assert_same_optimizers(dense, theirs, model, ours)

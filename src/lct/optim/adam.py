@@ -37,9 +37,12 @@ class Adam(CompressedState, torch.optim.Adam):
     one is. The bits are those of torch's implementation for ``foreach=True``, ``foreach=False`` or
     ``fused=True`` on dense weights on the same device.
 
-    ValueError for ``differentiable=True`` and ``capturable=True``, for a tensor ``lr`` or tensor
-    ``betas`` with torch's foreach implementation, and for a parameter given twice. RuntimeError for
-    gradients that are not dense, and within the capture of a CUDA graph.
+    A CUDA graph can hold a step where ``fused=True`` and ``capturable=True``, once every parameter
+    has been stepped outside of it and the kernels take each that is compressed.
+
+    ValueError for ``differentiable=True``, for ``capturable=True`` without ``fused=True``, for a
+    tensor ``lr`` or tensor ``betas`` with torch's foreach implementation, and for a parameter given
+    twice. RuntimeError for gradients that are not dense, and for a capture of anything else.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -60,10 +63,11 @@ class Adam(CompressedState, torch.optim.Adam):
 
     def _check(self, group: dict[str, Any], params: list[torch.Tensor]) -> Rounding:
         _check_options(group)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        capturing = _captures()
+        if capturing and not group["capturable"]:
             raise RuntimeError(
-                f"{type(self).__name__}.step must not run while a CUDA graph is captured: its step "
-                "count lives on the CPU (capturable=False)"
+                f"{type(self).__name__} needs fused=True and capturable=True where a CUDA graph is "
+                "captured: its step count lives on the CPU otherwise"
             )
         for param in params:
             assert param.grad is not None
@@ -87,12 +91,33 @@ class Adam(CompressedState, torch.optim.Adam):
         if foreach is None and group["fused"] is None and isinstance(numbers[0], torch.Tensor):
             foreach = False
         rounding = choose_rounding(params, foreach, group["fused"])
+        if capturing:
+            self._check_captured(group, params, rounding)
         if rounding == "foreach" and any(isinstance(n, torch.Tensor) for n in numbers):
             raise ValueError(
                 "lr and betas must be numbers in torch's foreach implementation, got "
                 f"lr={group['lr']}, betas={group['betas']}; foreach=False takes tensors"
             )
         return rounding
+
+    def _has_coded_state(self, param: torch.Tensor) -> bool:
+        return any(isinstance(v, CompressedTensor) for v in self.state.get(param, {}).values())
+
+    def _check_captured(
+        self, group: dict[str, Any], params: list[torch.Tensor], rounding: Rounding
+    ) -> None:
+        takes_kernel = self._allows_kernel(group, rounding)
+        for param in params:
+            coded = isinstance(param, CompressedWeight) or self._has_coded_state(param)
+            if not self.state.get(param) or (
+                coded and not (takes_kernel and self._takes_kernel(param, rounding))
+            ):
+                raise RuntimeError(
+                    "a CUDA graph holds steps of parameters that were stepped before its capture, "
+                    "and where weight or state is compressed of BF16 that the fused kernel takes "
+                    f"(no amsgrad, numbers for lr and betas), got one of {param.dtype} and shape "
+                    f"{tuple(param.shape)}"
+                )
 
     def _step_group(
         self,
@@ -102,16 +127,20 @@ class Adam(CompressedState, torch.optim.Adam):
         drop_grads: bool = False,
     ) -> None:
         plain = []
-        # One launch takes what is at the same step; torch's fused steps count on the device, each
-        # parameter's by itself.
+        capturing = _captures()
+        # One launch takes what is at the same step; fused steps are counted on the device, where
+        # the kernel reads each parameter's.
         payloads: dict[Any, list[CompressedWeight]] = {}
         takes_kernel = self._allows_kernel(group, rounding)
         for param in params:
             if takes_kernel and self._takes_kernel(param, rounding):
                 assert isinstance(param, CompressedWeight)
-                number = param if rounding == "fused" else self.state[param]["step"].item()
+                number = None if rounding == "fused" else self.state[param]["step"].item()
                 payloads.setdefault((param.device, number), []).append(param)
-            elif isinstance(param, CompressedWeight) or has_compressible_state(param):
+            elif isinstance(param, CompressedWeight) or (
+                # A capture leaves state as it is held.
+                self._has_coded_state(param) if capturing else has_compressible_state(param)
+            ):
                 self._decode_step_encode(group, param, rounding)
                 if drop_grads:
                     param.grad = None
@@ -163,7 +192,11 @@ class Adam(CompressedState, torch.optim.Adam):
         held = [self.state[weight] for weight in weights]
         grads = [grad_of_payload(weight) for weight in weights]
         assert all(grad is not None for grad in grads)
-        steps = torch._foreach_add([state["step"] for state in held], 1)
+        steps = [state["step"] for state in held]
+        if _captures():  # replays count in place
+            torch._foreach_add_(steps, 1)
+        else:
+            steps = list(torch._foreach_add(steps, 1))
         beta1, beta2 = group["betas"]
         found_inf = getattr(self, "found_inf", None)
 
@@ -186,7 +219,7 @@ class Adam(CompressedState, torch.optim.Adam):
             ],
             grads,  # type: ignore[arg-type]
             launched,
-            step=steps[0] if rounding == "fused" else steps[0].item(),
+            step=steps if rounding == "fused" else steps[0].item(),
             lr=group["lr"],
             beta1=beta1,
             beta2=beta2,
@@ -268,11 +301,15 @@ def _check_options(group: dict[str, Any]) -> None:
             "differentiable must be False: compressed weights are written in place, got "
             f"{group['differentiable']}"
         )
-    if group.get("capturable"):
+    if group.get("capturable") and not group.get("fused"):
         raise ValueError(
-            "capturable must be False: a first step measures the room that its state needs, which "
-            f"waits for the device, got {group['capturable']}"
+            "capturable must be False unless fused is True: only torch's fused implementation "
+            f"counts steps on the device, got {group['capturable']}"
         )
+
+
+def _captures() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _has_l2_decay(group: dict[str, Any]) -> bool:

@@ -113,7 +113,7 @@ def adam(
     updates: Sequence[Update],
     grads: Sequence[torch.Tensor],
     *,
-    step: float | torch.Tensor,
+    step: float | Sequence[torch.Tensor],
     lr: float,
     beta1: float,
     beta2: float,
@@ -128,18 +128,20 @@ def adam(
     """Adam or AdamW with moments that exist, on pooled BF16 payloads: parameter, exp_avg,
     exp_avg_sq.
 
-    ``step`` counts this step too, the same for all; a float32 tensor on the device for
-    ``rounding="fused"``, which computes with it there, else a number. ``grads`` are dense BF16, on
-    one device. Bits as torch's ``rounding`` path gives them. Does not wait for the device.
+    ``step`` counts this step too: a number, the same for all, or a float32 tensor on the device for
+    each with ``rounding="fused"``, which computes with it there. ``grads`` are dense BF16, on one
+    device. Bits as torch's ``rounding`` path gives them. Does not wait for the device.
     """
     _check_rounding(rounding)
     if rounding == "fused" and maximize and weight_decay != 0 and not decoupled_weight_decay:
         # Torch's kernel gives other bits there than the same arithmetic does without maximize.
         raise ValueError("maximize with L2 decay must not be asked of the fused rounding")
     args = AdamArgs(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps)
-    if isinstance(step, torch.Tensor):
-        assert rounding == "fused" and step.is_cuda and step.dtype == torch.float32
-        args.step = step.data_ptr()
+    counts: Sequence[torch.Tensor] = ()
+    if isinstance(step, Sequence):
+        assert rounding == "fused" and len(step) == len(updates)
+        assert all(count.is_cuda and count.dtype == torch.float32 for count in step)
+        counts = step
     else:
         assert rounding != "fused"
         # As torch: Python's numbers, rounded to float when a kernel takes them.
@@ -158,7 +160,7 @@ def adam(
         weight_decay != 0 and decoupled_weight_decay,
         grad_scale is not None,
     )
-    _launch("adam_step", args, updates, grads, options, grad_scale, found_inf)
+    _launch("adam_step", args, updates, grads, options, grad_scale, found_inf, counts)
 
 
 def muon(buffer: Part, grad: torch.Tensor, *, momentum: float) -> torch.Tensor:
@@ -202,12 +204,15 @@ def _launch(
     options: tuple[bool, ...],
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
+    counts: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Step ``updates`` with the kernel ``entry``; ``args`` has all that they share."""
+    """Step ``updates`` with the kernel ``entry``; ``args`` has all that they share, ``counts`` the
+    count of steps of each, where the kernel reads them.
+    """
     device = grads[0].get_device()
     if current_device() != device:
         with torch.cuda.device(device):
-            return _launch(entry, args, updates, grads, options, grad_scale, found_inf)
+            return _launch(entry, args, updates, grads, options, grad_scale, found_inf, counts)
     shared: Any = args
     if grad_scale is not None:
         grad_scale = grad_scale.to(grads[0].device, non_blocking=True)
@@ -221,11 +226,12 @@ def _launch(
     capturing = is_capturing()
     for batch in step_batches(updates, arena.limit_chunks):
         some, some_grads = [updates[k] for k in batch], [dense[k] for k in batch]
+        some_counts = [counts[k] for k in batch] if counts else ()
         worst = sum([_worst_chunks(update) for update in some])
         if capturing or worst > arena.limit_chunks:
-            _launch_with_credit(entry, options, args, some, some_grads)
+            _launch_with_credit(entry, options, args, some, some_grads, some_counts)
         else:
-            _launch_ready(entry, options, args, some, some_grads, worst)
+            _launch_ready(entry, options, args, some, some_grads, some_counts, worst)
     if grad_scale is not None:
         # Torch's fused step leaves the unscaled gradient, unless it found an infinity. One
         # dimension: else the quotient would be computed with the scale rounded to BF16.
@@ -283,12 +289,15 @@ def _fill(
     args: ctypes.Structure,
     updates: Sequence[Update],
     grads: Sequence[torch.Tensor],
+    counts: Sequence[torch.Tensor],
 ) -> None:
     device = grads[0].get_device()
     for step, update, grad in zip(steps, updates, grads, strict=True):
         ctypes.memmove(ctypes.addressof(step), ctypes.addressof(args), ctypes.sizeof(args))
         step.tensors = _payloads(update, device)
         step.grad = grad.data_ptr()
+    for step, count in zip(steps, counts, strict=False):
+        step.step = count.data_ptr()
 
 
 def _launch_ready(
@@ -297,6 +306,7 @@ def _launch_ready(
     args: ctypes.Structure,
     updates: Sequence[Update],
     grads: Sequence[torch.Tensor],
+    counts: Sequence[torch.Tensor],
     worst_chunks: int,
 ) -> None:
     """Step what a training loop steps again and again, in little host time."""
@@ -305,7 +315,7 @@ def _launch_ready(
     sizes = [(other.num_values, other.capacity_words) for update in updates for _, other in update]
     pool = ready(layout, (entry, options, device, tuple(sizes)))
     call = take(pool) or _ReadySteps(entry, options, args, updates)
-    _fill(call.steps, args, updates, grads)
+    _fill(call.steps, args, updates, grads, counts)
     stream = current_stream(device)
     arena = stored.spill.arena
     with arena.lock:
@@ -349,11 +359,12 @@ def _launch_with_credit(
     args: ctypes.Structure,
     updates: Sequence[Update],
     grads: Sequence[torch.Tensor],
+    counts: Sequence[torch.Tensor],
 ) -> None:
     """Step in a captured graph, or a parameter so large that it goes in pieces."""
     kernel, steps, memory = _prepare(entry, options, args, updates)
     used = steps.steps[: len(updates)]
-    _fill(used, args, updates, grads)
+    _fill(used, args, updates, grads, counts)
     launch_with_credit(
         kernel,
         steps,
