@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 
 from ...config import arena_limit_bytes
 from ...dtypes import DTYPES
-from ...errors import ArenaExhaustedError
+from ...errors import ArenaExhaustedError, LctError
 from ...layout import CHUNK_BYTES
 from ...presets import PRESETS
 from . import jit
@@ -36,6 +37,7 @@ CONTROL = struct.Struct("<iIIIII8xQQ")  # mirrors struct Arena in arena.cuh
 _CONTROL_BYTES = 64
 _BITMAP_BYTES = MAX_CHUNKS // 8
 _FAILED_OFFSET = 4  # of failed_groups in the control block
+_REPORT_WORDS = 5  # report.cu: four counters and a number
 _SEGMENTS_BYTES = MAX_CHUNKS // SEGMENT_CHUNKS * 8
 # The counters are copied to the host every this many launches.
 _CHECKPOINT_LAUNCHES = 16
@@ -70,45 +72,59 @@ def _counters(free: int, failed: int, taken: int, bitmap_words: int) -> Counters
 
 
 class _Snapshot:
-    """The counters at a point of a stream, copied to the host; used again and again.
+    """The counters at a point of a stream, written into the host's memory; used again and again.
 
-    Through the driver: torch's copy and event cost several times the host time, and a large step
-    in backward takes one for every launch or two.
+    By a kernel of one thread: a copy and an event are two calls of the driver, and each look
+    whether they are done is one more; a large step in backward takes one for every launch or two.
     """
 
-    def __init__(self) -> None:
-        self._pinned = torch.empty(4, dtype=torch.int32, device="cpu", pin_memory=True)
+    def __init__(self, device: int, control: int) -> None:
+        self._pinned = torch.empty(_REPORT_WORDS, dtype=torch.int32, device="cpu", pin_memory=True)
         self._values = self._pinned.numpy()
-        flags = jit.driver().CUevent_flags.CU_EVENT_DISABLE_TIMING
-        error, self._event = jit.driver().cuEventCreate(flags)
+        self._values[:] = 0
+        error, address = jit.driver().cuMemHostGetDevicePointer(self._values.ctypes.data, 0)
         jit.check(error)
+        self._args = jit.Args(dense=int(address), arena=control)
+        kernel = jit.load("report_counters", PRESETS["pooled"], _BF16, device)
+        self._call = jit.Call(kernel, self._args, 1, kernel.warps)
+        self._number = 0
+        self._stream = 0
 
-    def take(self, control: int, stream: int) -> None:
-        """Copy the head of the control block when ``stream`` comes to it."""
-        driver = jit.driver()
-        jit.check(driver.cuMemcpyDtoHAsync(self._values.ctypes.data, control, 16, stream)[0])
-        jit.check(driver.cuEventRecord(self._event, stream)[0])
+    def take(self, stream: int) -> None:
+        """Write the head of the control block when ``stream`` comes to it."""
+        self._number = self._number % 0x7FFFFFFF + 1
+        self._stream = stream
+        self._args.serial = self._number
+        self._call.launch(stream)
 
     def is_done(self) -> bool:
-        """Whether the copy has been made."""
-        driver = jit.driver()
-        (error,) = driver.cuEventQuery(self._event)
-        if error == driver.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        jit.check(error)
-        return True
+        """Whether they have been written."""
+        return int(self._values[_REPORT_WORDS - 1]) == self._number
 
     def wait(self) -> None:
-        """Wait for the copy on the host."""
-        jit.check(jit.driver().cuEventSynchronize(self._event)[0])
+        """Wait for them on the host. LctError where the device fails before."""
+        driver = jit.driver()
+        while not self.is_done():
+            (error,) = driver.cuStreamQuery(self._stream)
+            if error == driver.CUresult.CUDA_ERROR_NOT_READY:
+                time.sleep(0)  # other threads of Python go on
+                continue
+            jit.check(error)
+            if not self.is_done():
+                raise LctError("the device is done and has not reported the arena's counters")
 
     def wait_on(self, stream: int) -> None:
-        """Let what follows on ``stream`` wait for the copy."""
-        jit.check(jit.driver().cuStreamWaitEvent(stream, self._event, 0)[0])
+        """Let what follows on ``stream`` wait for all that the snapshot's stream has by now."""
+        driver = jit.driver()
+        error, event = driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        jit.check(error)
+        jit.check(driver.cuEventRecord(event, self._stream)[0])
+        jit.check(driver.cuStreamWaitEvent(stream, event, 0)[0])
+        jit.check(driver.cuEventDestroy(event)[0])  # once the device has come to it
 
     def counters(self) -> Counters:
-        """What was copied."""
-        return _counters(*self._values.tolist())
+        """What was written."""
+        return _counters(*self._values[: _REPORT_WORDS - 1].tolist())
 
 
 @dataclass
@@ -428,8 +444,8 @@ class Arena:
     def _checkpoint(self, closes: bool = False) -> None:
         if not self._launches_since or self._stream is None:
             return
-        snapshot = self._spare.pop() if self._spare else _Snapshot()
-        snapshot.take(self.pointer, self._stream)
+        snapshot = self._spare.pop() if self._spare else _Snapshot(self.device, self.pointer)
+        snapshot.take(self._stream)
         self._checkpoints.append(_Checkpoint(snapshot, self._uncovered, self._sequence, closes))
         self._debited += self._uncovered
         self._uncovered = self._launches_since = 0

@@ -127,6 +127,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel("sweep_chunks", ("common.cuh", "arena.cuh", "sweep.cu"), None, ()),
         Kernel("grow_arena", ("common.cuh", "arena.cuh", "grow.cu"), None, ()),
         Kernel("close_segments", ("common.cuh", "arena.cuh", "close.cu"), None, ()),
+        Kernel("report_counters", ("common.cuh", "arena.cuh", "report.cu"), None, ()),
     )
 }
 

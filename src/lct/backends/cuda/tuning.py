@@ -60,4 +60,5 @@ LAUNCH: dict[str, LaunchConfig] = {
     "sweep_chunks": LaunchConfig(8),
     "grow_arena": LaunchConfig(8),
     "close_segments": LaunchConfig(1),
+    "report_counters": LaunchConfig(1),
 }
