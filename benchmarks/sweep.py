@@ -122,15 +122,33 @@ VARIANTS = (
     Variant("pooled_encode", "4 warps, 6 blocks", {"warps": 4, "measured_min_blocks": 6}),
     Variant("pooled_encode", "12 warps, 2 blocks", {"warps": 12, "measured_min_blocks": 2}),
     Variant("pooled_encode", "24 warps", {"warps": 24, "measured_min_blocks": 1}),
+    *(
+        Variant("pooled_encode", f"line by line, {name}", launch, _LINES + source)
+        for name, launch, source in (
+            ("even waves", {"even_waves": True}, ()),
+            ("64 registers", {"measured_min_blocks": 4}, ()),
+            ("64 registers, even waves", {"measured_min_blocks": 4, "even_waves": True}, ()),
+            ("16 warps", {"warps": 16, "measured_min_blocks": 2}, ()),
+            ("4 warps", {"warps": 4, "measured_min_blocks": 6}, ()),
+            ("16 steps", {}, _FURTHER),
+            ("4 steps", {}, (("#define PREFETCH_STEPS 8", "#define PREFETCH_STEPS 4"),)),
+        )
+    ),
+    *(
+        Variant(entry, "prefetch line by line", source=_LINES)
+        for entry in ("pooled_decode_list", "pooled_encode_list")
+    ),
     Variant("sgd_step", "as it is"),
     Variant("sgd_step", "no prefetch", source=_NO_PREFETCH),
     Variant("sgd_step", "prefetch 16 steps", source=_FURTHER),
+    Variant("sgd_step", "prefetch line by line", source=_LINES),
     *(
         Variant("sgd_step", f"{warps} warps, {blocks} blocks", launch)
         for warps, blocks in ((8, 2), (10, 2), (16, 1), (20, 1))
         for launch in ({"warps": warps, "measured_min_blocks": blocks},)
     ),
     Variant("adam_step", "as it is"),
+    Variant("adam_step", "prefetch line by line", source=_LINES),
     Variant("adam_step", "2 pairs at once", source=_TWO_PAIRS),
     Variant("adam_step", "12 warps a block", {"warps": 12}),
     Variant("adam_step", "12 warps a block, 2 pairs at once", {"warps": 12}, _TWO_PAIRS),
@@ -316,11 +334,14 @@ def main() -> None:
     parser.add_argument("--json", metavar="PATH", help="write the rows here")
     parser.add_argument("--commit", help="commit to record instead of the git checkout's")
     parser.add_argument("--kernels", metavar="NAME,…", help="of these alone")
+    parser.add_argument("--variants", metavar="NAME,…", help="whose names contain one of these")
     parser.add_argument("--repetitions", type=int, default=9)
     options = parser.parse_args()
     bench, rows = Bench(), []
     wanted = options.kernels.split(",") if options.kernels else {v.entry for v in VARIANTS}
-    for variant in (v for v in VARIANTS if v.entry in wanted):
+    names = options.variants.split(",") if options.variants else [""]
+    chosen = [v for v in VARIANTS if v.entry in wanted and any(n in v.name for n in names)]
+    for variant in chosen:
         with applied(variant):
             row = bench.measure(variant, options.repetitions)
         rows.append(row)

@@ -664,6 +664,32 @@ def test_a_replay_without_room_for_what_it_makes_is_told(own: arenas.Arena) -> N
 
 
 @pytest.mark.gpu
+def test_what_found_no_room_is_told_once(own: arenas.Arena) -> None:
+    """Whatever counters are on their way to the host then."""
+    values = spilling(4)
+    static = torch.zeros_like(values)
+    lct.encode(static)
+    shrink(own)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = lct.encode(static)
+    static.copy_(values)
+    graph.replay()
+    for _ in range(3):
+        own._launches_since += 1
+        own._checkpoint()
+        torch.cuda._sleep(1_000_000)
+    own._hear()
+    with pytest.raises(ArenaExhaustedError, match="found no room in the arena"):
+        lct.encode(static[:GROUP])
+    torch.cuda.synchronize()
+    own._poll()
+    assert_same_bits(lct.encode(static[:GROUP]).decode(), static[:GROUP])
+    own.check()
+    del graph, out
+
+
+@pytest.mark.gpu
 def test_sweeps_and_trims_do_not_wait(own: arenas.Arena) -> None:
     for _ in range(2):  # the first compiles kernels and makes pinned memory
         payloads = [lct.encode(spilling(1)) for _ in range(4)]

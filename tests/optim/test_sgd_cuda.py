@@ -15,7 +15,7 @@ ROUNDINGS = {"foreach": {"foreach": True}, "single": {"foreach": False}, "fused"
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int16)
+    return tensor.reshape(-1).view(torch.int16)
 
 
 def random_bits(count: int, seed: int) -> torch.Tensor:

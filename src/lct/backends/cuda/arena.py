@@ -427,11 +427,15 @@ class Arena:
 
     def check(self) -> None:
         """Raise ArenaExhaustedError if a captured launch found no room. Synchronises."""
-        self._raise_failures(self.counters().failed_groups)
+        with self.lock:
+            self._raise_failures(self.counters().failed_groups)
 
     def _raise_failures(self, failed: int) -> None:
         if failed:
             self._control[_FAILED_OFFSET : _FAILED_OFFSET + 4] = 0
+            # Checkpoints on their way may say it again.
+            while self._checkpoints:
+                self._hear()
             self._known.failed_groups = 0
             raise ArenaExhaustedError(
                 f"{failed} groups found no room in the arena of cuda:{self.device} during graph "
