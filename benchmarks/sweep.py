@@ -77,8 +77,18 @@ class Variant:
 _NO_PREFETCH = tuple(
     (f"prefetch({what}", f"if (0) prefetch({what}") for what in ("plane", "first_value", "grad")
 )
-_LINES = (("#if __CUDA_ARCH__ >= 900\n", "#if 0\n"),)
+# By one lane, all lines at once.
+_BULK = (
+    (
+        """for (u32 i = lane * 128; i < bytes; i += 4096)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)from + i));""",
+        """asm volatile("{.reg .pred p; setp.eq.u32 p, %2, 0;"
+                 "@p cp.async.bulk.prefetch.L2.global [%0], %1;}"
+                 ::"l"(from), "r"(bytes), "r"(lane));""",
+    ),
+)
 _FURTHER = (("#define PREFETCH_STEPS 8", "#define PREFETCH_STEPS 16"),)
+_NEARER = (("#define PREFETCH_STEPS 8", "#define PREFETCH_STEPS 4"),)
 _EVICT_FIRST = (
     ("*(const u32*)(plane + (step0 + k) * 128)", "__ldcs((const u32*)(plane + (step0 + k) * 128))"),
     ("*(const uint2*)((const u16*)p + i)", "__ldcs((const uint2*)((const u16*)p + i))"),
@@ -93,7 +103,7 @@ VARIANTS = (
             Variant(entry, "as it is"),
             Variant(entry, "evict-first loads", source=_EVICT_FIRST),
             Variant(entry, "no prefetch", source=_NO_PREFETCH),
-            Variant(entry, "prefetch line by line", source=_LINES),
+            Variant(entry, "bulk prefetch", source=_BULK),
             Variant(entry, "prefetch 16 steps", source=_FURTHER),
             Variant(entry, "4 warps a block", {"warps": 4, "measured_min_blocks": 7}),
             Variant(entry, "16 warps a block", {"warps": 16, "measured_min_blocks": 2}),
@@ -118,37 +128,27 @@ VARIANTS = (
         for blocks in (most - 1, most)
     ),
     Variant("pooled_encode", "64 registers", {"measured_min_blocks": 4}),
-    Variant("pooled_encode", "even waves", {"even_waves": True}),
+    Variant("pooled_encode", "waves as they fall", {"even_waves": False}),
+    Variant("pooled_encode", "bulk prefetch, waves as they fall", {"even_waves": False}, _BULK),
+    Variant("pooled_encode", "prefetch 4 steps", source=_NEARER),
     Variant("pooled_encode", "4 warps, 6 blocks", {"warps": 4, "measured_min_blocks": 6}),
     Variant("pooled_encode", "12 warps, 2 blocks", {"warps": 12, "measured_min_blocks": 2}),
     Variant("pooled_encode", "24 warps", {"warps": 24, "measured_min_blocks": 1}),
     *(
-        Variant("pooled_encode", f"line by line, {name}", launch, _LINES + source)
-        for name, launch, source in (
-            ("even waves", {"even_waves": True}, ()),
-            ("64 registers", {"measured_min_blocks": 4}, ()),
-            ("64 registers, even waves", {"measured_min_blocks": 4, "even_waves": True}, ()),
-            ("16 warps", {"warps": 16, "measured_min_blocks": 2}, ()),
-            ("4 warps", {"warps": 4, "measured_min_blocks": 6}, ()),
-            ("16 steps", {}, _FURTHER),
-            ("4 steps", {}, (("#define PREFETCH_STEPS 8", "#define PREFETCH_STEPS 4"),)),
-        )
-    ),
-    *(
-        Variant(entry, "prefetch line by line", source=_LINES)
+        Variant(entry, "bulk prefetch", source=_BULK)
         for entry in ("pooled_decode_list", "pooled_encode_list")
     ),
     Variant("sgd_step", "as it is"),
     Variant("sgd_step", "no prefetch", source=_NO_PREFETCH),
     Variant("sgd_step", "prefetch 16 steps", source=_FURTHER),
-    Variant("sgd_step", "prefetch line by line", source=_LINES),
+    Variant("sgd_step", "bulk prefetch", source=_BULK),
     *(
         Variant("sgd_step", f"{warps} warps, {blocks} blocks", launch)
         for warps, blocks in ((8, 2), (10, 2), (16, 1), (20, 1))
         for launch in ({"warps": warps, "measured_min_blocks": blocks},)
     ),
     Variant("adam_step", "as it is"),
-    Variant("adam_step", "prefetch line by line", source=_LINES),
+    Variant("adam_step", "bulk prefetch", source=_BULK),
     Variant("adam_step", "2 pairs at once", source=_TWO_PAIRS),
     Variant("adam_step", "12 warps a block", {"warps": 12}),
     Variant("adam_step", "12 warps a block, 2 pairs at once", {"warps": 12}, _TWO_PAIRS),
@@ -315,7 +315,7 @@ class Bench:
                 torch.device("cuda"),
                 rotations=sets,
                 repetitions=repetitions,
-                no_graph="captured encodes go one by one" if name == "layer" else None,
+                no_graph="captured encodes sweep once for each" if name == "layer" else None,
             )
             row[name] = measured.over("call", "copy") / copies
             row[f"{name} timing"] = measured.method

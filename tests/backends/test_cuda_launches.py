@@ -509,13 +509,17 @@ def test_launches_stay_within_half_of_the_arena(monkeypatch: pytest.MonkeyPatch)
     assert driver.log == ["admit 11", "admit 10", "admit 5", "admit 6"]
 
 
-def test_a_captured_graph_encodes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel for one tensor asks for room on the device."""
+def test_a_captured_list_sweeps_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And asks for room on the device, all in one launch."""
     driver = Driver(monkeypatch)
     monkeypatch.setattr(codec, "is_capturing", lambda: True)
-    encode_all(driver, [pooled_layout(2), pooled_layout(3)])
-    assert [launch.entry for launch in driver.launches] == ["select_book", "pooled_encode"] * 2
-    assert driver.log == ["sweep 1", "sweep 2"]
+    layouts = [pooled_layout(2), pooled_layout(3)]
+    dense = [torch.zeros(layout.num_values, dtype=torch.bfloat16) for layout in layouts]
+    made = codec.encode_list(dense, layouts, (0, 1))
+    assert [launch.entry for launch in driver.launches] == ["select_books", "pooled_encode_list"]
+    assert driver.reserves[-1] == {1}
+    assert driver.log == [f"sweep {held.serial}" for _, held in made]
+    assert all(held.captured for _, held in made)
 
 
 def test_a_captured_buffer_asks_for_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,9 +189,6 @@ class _EncodeCall:
         """
         arena = held.arena
         capturing = is_capturing()
-        swept = bool(capturing and self.args.fresh)
-        if swept:
-            _prepare_capture(arena, [held.serial], stream)
         if capturing or self.worst_chunks > arena.limit_chunks:
             launch_with_credit(
                 self.kernel,
@@ -203,7 +200,7 @@ class _EncodeCall:
                 self.memory,
                 stream,
                 before=self.search if self.args.fresh or not capturing else None,
-                swept=swept,
+                made=[held.serial] if self.args.fresh else [],
             )
             # As they were, for the next tensor.
             self.args.first_group, self.args.end_group = 0, layout.num_groups
@@ -325,12 +322,10 @@ def encode_list(
         with torch.cuda.device(device):
             return encode_list(denses, layouts, candidates)
     limit_chunks = arenas.of(device).limit_chunks
-    capturing = is_capturing()
     made: list[Any] = [None] * len(denses)
     together: dict[tuple[int, int], list[int]] = {}
     for number, layout in enumerate(layouts):
-        # In a captured graph each goes by itself, after a sweep for its own serial number.
-        if layout.preset.pooled and not capturing and layout.worst_chunks * 2 <= limit_chunks:
+        if layout.preset.pooled and layout.worst_chunks * 2 <= limit_chunks:
             key = layout.preset.code, layout.dtype.code
             together.setdefault(key, []).append(number)
         else:
@@ -354,7 +349,7 @@ def encode_list(
                 [(made[n][0].data_ptr(), made[n][1].serial) for n in chosen],
             )
             for n in chosen:
-                made[n][1].last = sequence
+                made[n][1].note(sequence)
     return made
 
 
@@ -458,21 +453,19 @@ def _launch_encodes(
 
 
 def _prepare_capture(arena: arenas.Arena, serials: Iterable[int], stream: int) -> None:
-    """Before a captured encode into new payloads: ArenaExhaustedError where no arena is there.
+    """Before a captured launch: ArenaExhaustedError where no arena is there.
 
-    Each replay has the payloads of the one before, whose chunks go back first.
+    ``serials``: of the payloads that it makes. Each replay makes those of the one before anew,
+    whose chunks go back first.
     """
     if not arena.total_chunks:
-        raise ArenaExhaustedError(_NO_ARENA)
+        raise ArenaExhaustedError(
+            "the arena must hold chunks before a graph is captured: run the code once before "
+            "capture, or call lct.reserve_arena(size_bytes)"
+        )
     arena.note_capture()
     for serial in serials:
         arena.sweep_in_graph(serial, stream)
-
-
-_NO_ARENA = (
-    "the arena must hold chunks before a graph is captured: run the code once before capture, or "
-    "call lct.reserve_arena(size_bytes)"
-)
 
 
 def ensure_room(parts: Sequence[tuple[Any, PayloadLayout]]) -> None:
@@ -531,21 +524,19 @@ def launch_with_credit(
     stream: int,
     first_blocks: Any = None,
     before: jit.Call | None = None,
-    swept: bool = False,
+    made: Sequence[int] = (),
 ) -> None:
     """Launch over all groups, in pieces that the arena's limit covers at worst (arena.py).
 
     ``parts``: what ``args`` says of each tensor's payloads; the first of them says which groups a
     launch takes. ``worst_chunks`` a group. ``before``, the search for a book, is launched once,
-    when there is credit; ``swept``: after a sweep.
+    when there is credit. ``made``: serial numbers of the payloads that are new.
     ArenaExhaustedError where the device has no memory for the arena: before anything is launched,
     or between two pieces of a tensor, and then it says which groups have new values.
     """
     groups = [tensor[0] for tensor in parts]
     if is_capturing():
-        if not arena.total_chunks:
-            raise ArenaExhaustedError(_NO_ARENA)
-        arena.note_capture()
+        _prepare_capture(arena, made, stream)
         for tensor in parts:
             for part in tensor:
                 part.reserve = 1
@@ -553,7 +544,7 @@ def launch_with_credit(
             held.note(CAPTURED)
         call = call_over_groups(kernel, args, groups, memory, first_blocks)
         if before is not None:
-            before.launch(stream, early=swept)
+            before.launch(stream, early=bool(made))
         call.launch(stream, early=before is not None)
         return
     count = sum(part.num_groups for part in groups)

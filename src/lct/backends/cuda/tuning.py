@@ -44,7 +44,7 @@ class LaunchConfig:
 
 LAUNCH: dict[str, LaunchConfig] = {
     # Measured with benchmarks/sweep.py; docs/performance.md, Notebook.
-    "pooled_encode": LaunchConfig(8, 3, 2, any_warps=True),
+    "pooled_encode": LaunchConfig(8, 3, 2, any_warps=True, even_waves=True),
     "pooled_decode": LaunchConfig(8, 4, 4, any_warps=True, even_waves=True),
     "pooled_encode_list": LaunchConfig(8, 3, 2),
     "pooled_decode_list": LaunchConfig(8, 4, 4, even_waves=True),
