@@ -34,8 +34,8 @@ def test_cache_of_kernels(
 
 def test_limit_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LCT_ARENA_MIB", raising=False)
-    assert config.arena_limit_bytes(80 << 30) == 80 << 20
-    assert config.arena_limit_bytes(24 << 30) == 32 << 20
+    assert config.arena_limit_bytes(24 << 30) == 48 << 20
+    assert config.arena_limit_bytes(8 << 30) == 32 << 20
     monkeypatch.setenv("LCT_ARENA_MIB", "7")
     assert config.arena_limit_bytes(24 << 30) == 7 << 20
     for wrong in ("0", "-1", "1.5", "much", ""):

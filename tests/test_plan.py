@@ -217,9 +217,11 @@ def test_the_planned_peak_on_a_gpu(parts: frozenset[str]) -> None:
     """A model large enough for the allocator's rounding and workspaces not to matter."""
     from lct.bench.planning import WORKSPACE_BYTES, arena_bytes
 
+    gc.collect()
+    before = torch.cuda.memory_allocated()  # among it an arena that other tests have grown
     training = training_of("byte-gpt-cuda", tokens=1024, batch=8)
     planned = plan_memory(training, parts)
     measured = measure_step(training, parts, torch.device("cuda"))
     peak = planned.peak + WORKSPACE_BYTES + arena_bytes(bool(parts))
     # On an H200 the plan without LCT was 15 % too low, why is not known.
-    assert peak == pytest.approx(measured.peak, rel=0.2)
+    assert peak == pytest.approx(measured.peak - before, rel=0.2)

@@ -18,14 +18,15 @@ def kernel_cache_dir() -> Path:
 
 
 def arena_limit_bytes(device_bytes: int) -> int:
-    """``LCT_ARENA_MIB``: bytes up to which a device's arena grows so that launches need not wait.
+    """``LCT_ARENA_MIB``: bytes up to which a device's arena grows so that a launch need not go in
+    pieces; to half of it, so that launches need not wait for one another.
 
-    Default: 1/1024 of the device's memory, at least 32 MiB (80 MiB on an 80 GiB card). Data that
+    Default: 1/512 of the device's memory, at least 32 MiB (48 MiB on a 24 GiB card). Data that
     really spills may take more.
     """
     value = os.environ.get("LCT_ARENA_MIB")
     if value is None:
-        return max(32 * MIB, device_bytes // 1024)
+        return max(32 * MIB, device_bytes // 512)
     if not value.isdigit() or int(value) < 1:
         raise ValueError(f"LCT_ARENA_MIB must be a whole number of MiB, at least 1, got {value!r}")
     return int(value) * MIB

@@ -326,6 +326,21 @@ def test_credit_while_segments_are_being_closed(device: Device) -> None:
     device.check()
 
 
+def test_launches_in_flight_share_half_of_the_limit(device: Device) -> None:
+    """One that needs more by itself gets it."""
+    arena = device.arena
+    for _ in range(3 * LIMIT // 100):
+        device.launch(100, 0)
+    assert arena.total_chunks == LIMIT // 2 and device.waits
+    device.launch(LIMIT - 100, 0)
+    assert arena.total_chunks == LIMIT
+    for _ in range(3):
+        device.launch(LIMIT - 100, 0)
+    assert arena.total_chunks == LIMIT
+    device.run()
+    device.check()
+
+
 def test_what_is_reserved_stays(device: Device) -> None:
     arena = device.arena
     arena.reserve(CHUNK_BYTES * 5 * SEGMENT)

@@ -91,13 +91,16 @@ def _from_config(config: Any) -> nn.Module:
 
 
 def arena_bytes(compressed: bool) -> int:
-    """What LCT's overflow arena may grow to on this machine's GPU, or on one of ``GPU_BYTES``."""
+    """What LCT's overflow arena grows to, on this machine's GPU or on one of ``GPU_BYTES``.
+
+    Half of its limit: more only for a tensor that needs more by itself.
+    """
     if not compressed:
         return 0
     device_bytes = GPU_BYTES
     if torch.cuda.is_available():
         device_bytes = torch.cuda.get_device_properties(0).total_memory
-    return arena_limit_bytes(device_bytes)
+    return arena_limit_bytes(device_bytes) // 2
 
 
 def measure_step(training: Training, parts: frozenset[str], device: torch.device) -> StepBytes:

@@ -32,10 +32,10 @@ class Adam(CompressedState, torch.optim.Adam):
     two or more dimensions (BF16, FP16 or FP32; a weight of ``lct.compress_`` or a dense one) are
     held compressed; ``step`` is a plain tensor, as torch's. On CUDA kernels step compressed BF16
     weights and their moments without a dense copy, from the second step on, where ``lr`` and
-    ``betas`` are numbers and ``amsgrad`` is off (and not for ``fused`` with ``maximize`` and L2
-    decay together); any other parameter is decoded, stepped by torch and encoded before the next
-    one is. The bits are those of torch's implementation for ``foreach=True``, ``foreach=False`` or
-    ``fused=True`` on dense weights on the same device.
+    ``betas`` are numbers and ``amsgrad`` is off (and not for ``fused`` with L2 decay, where torch's
+    kernel rounds some values another way than others); any other parameter is decoded, stepped by
+    torch and encoded before the next one is. The bits are those of torch's implementation for
+    ``foreach=True``, ``foreach=False`` or ``fused=True`` on dense weights on the same device.
 
     A CUDA graph can hold a step where ``fused=True`` and ``capturable=True``, once every parameter
     has been stepped outside of it and the kernels take each that is compressed.
@@ -115,8 +115,8 @@ class Adam(CompressedState, torch.optim.Adam):
                 raise RuntimeError(
                     "a CUDA graph holds steps of parameters that were stepped before its capture, "
                     "and where weight or state is compressed of BF16 that the fused kernel takes "
-                    f"(no amsgrad, numbers for lr and betas), got one of {param.dtype} and shape "
-                    f"{tuple(param.shape)}"
+                    f"(no amsgrad or L2 decay, numbers for lr and betas), got one "
+                    f"of {param.dtype} and shape {tuple(param.shape)}"
                 )
 
     def _step_group(
@@ -162,7 +162,7 @@ class Adam(CompressedState, torch.optim.Adam):
             not group["amsgrad"]
             and all(isinstance(n, (int, float)) for n in (group["lr"], *group["betas"]))
             and (not scaled or rounding == "fused")
-            and not (rounding == "fused" and group["maximize"] and _has_l2_decay(group))
+            and not (rounding == "fused" and _has_l2_decay(group))
         )
 
     def _takes_kernel(self, param: torch.Tensor, rounding: Rounding) -> bool:

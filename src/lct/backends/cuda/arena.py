@@ -200,9 +200,10 @@ class Arena:
     def admit(self, chunks: int, stream: int) -> int:
         """Make sure that a launch on ``stream`` may take ``chunks``; returns its number.
 
-        Waits only where launches in flight might take all that is free and the arena is at its
-        limit. ArenaExhaustedError, before anything is launched, where the device has no memory to
-        grow it. The caller holds ``lock`` until it has called ``launched``.
+        Waits only where launches in flight might take all that is free and the arena has half of
+        its limit, or all of it if ``chunks`` are more. ArenaExhaustedError, before anything is
+        launched, where the device has no memory to grow it. The caller holds ``lock`` until it has
+        called ``launched``.
         """
         with self.lock:
             self.ensure(chunks, stream)
@@ -305,9 +306,11 @@ class Arena:
         if self._known.taken_total:
             self.collect()
         missing = self._in_flight() + chunks - self._free
-        room = self.limit_chunks - self.total_chunks
+        # A wait is short, and memory that only spares it others could use: beside launches in
+        # flight the arena grows to half of its limit, or for a launch that needs more by itself.
+        most = max(self.limit_chunks // 2, chunks)
         waits = self._in_flight() or self._closing is not None
-        if missing <= room or not waits:
+        if self.total_chunks + missing <= most or not waits:
             self._grow(missing)
             return
         self._checkpoint()

@@ -133,9 +133,9 @@ def adam(
     device. Bits as torch's ``rounding`` path gives them. Does not wait for the device.
     """
     _check_rounding(rounding)
-    if rounding == "fused" and maximize and weight_decay != 0 and not decoupled_weight_decay:
-        # Torch's kernel gives other bits there than the same arithmetic does without maximize.
-        raise ValueError("maximize with L2 decay must not be asked of the fused rounding")
+    if rounding == "fused" and weight_decay != 0 and not decoupled_weight_decay:
+        # Torch's kernel contracts the product for some values and not for others.
+        raise ValueError("L2 decay must not be asked of the fused rounding")
     args = AdamArgs(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps)
     counts: Sequence[torch.Tensor] = ()
     if isinstance(step, Sequence):
