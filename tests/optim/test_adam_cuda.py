@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sgd_cuda import COUNT, DEVICE, ROUNDINGS, bits, gradients
+from test_sgd_cuda import COUNT, DEVICE, ROUNDINGS, bits, gradients, scaled_by
 from torch import nn
 
 import lct
@@ -69,6 +69,7 @@ def compare(
     weight_decay: float = 0.0,
     maximize: bool = False,
     count: int = COUNT,
+    scale: float | None = None,
 ) -> None:
     start = (torch.randn(count, generator=torch.Generator().manual_seed(99)) * 0.02).bfloat16()
     dense = torch.nn.Parameter(start.to(DEVICE))
@@ -76,6 +77,7 @@ def compare(
     torch_adam = KINDS[optimizer](
         [dense], betas=betas, maximize=maximize, **numbers, **ROUNDINGS[rounding]
     )
+    scaler = scaled_by(torch_adam, scale)
     tensors: list[CompressedTensor] = []
     for step in range(steps):
         grad = gradients(kind, step, count).to(DEVICE)
@@ -96,8 +98,7 @@ def compare(
             decoupled_weight_decay=optimizer == "AdamW",
             maximize=maximize,
             rounding=rounding,
-            grad_scale=None,
-            found_inf=None,
+            **scaler,
             **numbers,
         )
         for name, compressed, value in zip(("parameter", *MOMENTS), tensors, expected, strict=True):
@@ -149,6 +150,13 @@ def test_bits_of_many_values(
         maximize=maximize,
         count=count,
     )
+
+
+@pytest.mark.parametrize("count", [2**22, 2**22 + 1])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_bits_of_many_scaled_values(decay: float, maximize: bool, count: int) -> None:
+    compare("gaussian", "fused", 4, weight_decay=decay, maximize=maximize, count=count, scale=3.1)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

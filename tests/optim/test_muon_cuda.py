@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sgd_cuda import DEVICE, gradients, random_bits
+from test_sgd_cuda import COUNT, DEVICE, gradients, random_bits
 from torch import nn
 
 import lct
@@ -23,13 +23,13 @@ def lerps(buffer: torch.Tensor, grad: torch.Tensor, momentum: float) -> torch.Te
 
 
 def compare(
-    kind: str, momentum: float, steps: int, capacity: int | str = "exact"
+    kind: str, momentum: float, steps: int, capacity: int | str = "exact", count: int = COUNT
 ) -> CompressedTensor:
-    buffer = gradients("gaussian", 99).to(DEVICE)
+    buffer = gradients("gaussian", 99, count).to(DEVICE)
     held = lct.encode(buffer, capacity=capacity)
     assert held.can_step_fused()
     for step in range(steps):
-        grad = gradients(kind, step).to(DEVICE)
+        grad = gradients(kind, step, count).to(DEVICE)
         before = grad.clone()
         update = held.muon_(grad, momentum=momentum)
         expected = lerps(buffer, grad, momentum)
@@ -45,6 +45,13 @@ def compare(
 @pytest.mark.parametrize("momentum", MOMENTA)
 def test_bits_of_torch(momentum: float) -> None:
     compare("gaussian", momentum, 12)
+
+
+@pytest.mark.parametrize("count", [2**22, 2**22 + 1])
+@pytest.mark.parametrize("momentum", MOMENTA)
+def test_bits_of_many_values(momentum: float, count: int) -> None:
+    """As ``test_sgd_cuda`` says."""
+    compare("gaussian", momentum, 4, count=count)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "random bits", "extremes", "nan"])

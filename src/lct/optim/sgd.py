@@ -54,7 +54,9 @@ class SGD(CompressedState, torch.optim.SGD):
     ``foreach=True`` (torch's choice on CUDA), ``foreach=False`` (its choice on the CPU) and
     ``fused=True`` (on the CPU in FP32: torch 2.13's fused CPU kernel does not repeat its own bits
     for BF16 and FP16 momentum). On CUDA kernels step compressed BF16 weights and momentum, many a
-    launch, without a dense copy; other parameters are decoded, stepped and encoded one by one.
+    launch, without a dense copy; other parameters are decoded, stepped and encoded one by one, as
+    are all with ``fused=True`` and ``maximize=True``, where torch's kernel rounds some values
+    another way than others.
 
     Takes dense gradients for weights: RuntimeError for sparse ones. ValueError for
     ``differentiable=True``, and for a parameter given twice.
@@ -245,8 +247,12 @@ def _step_payloads(payloads: list[_Payload], update: SgdUpdate, drop_grads: bool
 
 def _allows_kernel(update: SgdUpdate) -> bool:
     """Whether the kernel knows the options of a step that is not mixed."""
-    scaled = update.grad_scale is not None
-    return not isinstance(update.lr, torch.Tensor) and (not scaled or update.rounding == "fused")
+    scaled, fused = update.grad_scale is not None, update.rounding == "fused"
+    return (
+        not isinstance(update.lr, torch.Tensor)
+        and (not scaled or fused)
+        and not (fused and update.maximize)
+    )
 
 
 def _payload_for_kernel(

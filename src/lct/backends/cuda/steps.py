@@ -101,6 +101,9 @@ def sgd(
     wait for the device.
     """
     _check_rounding(rounding)
+    if rounding == "fused" and maximize:
+        # Torch's kernel contracts other products there, depending on a value's place in a thread.
+        raise ValueError("maximize must not be asked of the fused rounding")
     args = SgdArgs(
         lr=lr, momentum=momentum, dampening_left=1 - dampening, weight_decay=weight_decay
     )
