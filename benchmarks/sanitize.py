@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ FILES = {
     "tests/backends/test_cuda.py": "test_inputs or test_sizes or test_capacities",
     "tests/backends/test_cuda_lists.py": "",
     "tests/backends/test_cuda_arena.py": "memory_comes_back or keeps_its_segment",
-    "tests/optim/test_sgd_cuda.py": "hostile or graph_replay",
-    "tests/optim/test_adam_cuda.py": "hostile",
-    "tests/optim/test_muon_cuda.py": "hostile or spills",
+    "tests/optim/test_sgd_cuda.py": "hostile_gradients and 200 and (random or nan) or graph_replay",
+    "tests/optim/test_adam_cuda.py": "hostile_gradients and 200 and (random or nan)",
+    "tests/optim/test_muon_cuda.py": "hostile_gradients and 200 and (random or nan) or spills",
 }
 # cuda-bindings asks the driver for functions that it need not find. Backtraces through Python keep
 # frames, and what their variables hold, alive: payloads would not be dropped.
@@ -43,6 +44,7 @@ _TESTS = re.compile(r"(\d+) (passed|failed|error)")
 
 def run_row(sanitizer: str, tool: str, file: str, choice: str, limit_s: float) -> dict[str, Any]:
     """One row; ``reports`` is None where the tool did not come to its end."""
+    started = time.monotonic()
     with tempfile.NamedTemporaryFile("r", suffix=".txt") as log:
         command = [sanitizer, "--tool", tool, *OPTIONS, "--log-file", log.name, sys.executable]
         command += ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", file]
@@ -68,6 +70,11 @@ def run_row(sanitizer: str, tool: str, file: str, choice: str, limit_s: float) -
     }
     if code or row["reports"] != 0:
         print(f"{tool} {file}: exit code {code}\n{printed[-2000:]}\n{report[:4000]}", flush=True)
+    print(
+        f"{row['tool']:10} {row['tests']:38} {row['passed']:4} passed, {row['failed']} failed, "
+        f"{row['reports']} reported, {time.monotonic() - started:.0f} s",
+        flush=True,
+    )
     return row
 
 
@@ -101,11 +108,6 @@ def main() -> int:
     todo = [(tool, *row) for tool in tools for row in FILES.items()]
     with ThreadPoolExecutor(options.jobs) as pool:
         rows = list(pool.map(lambda row: run_row(sanitizer, *row, options.limit), todo))
-    for row in rows:
-        print(
-            f"{row['tool']:10} {row['tests']:38} {row['passed']:4} passed, "
-            f"{row['failed']} failed, {row['reports']} reported"
-        )
     if options.json is not None:
         found = re.search(r"Version (\S+)", version.stdout)
         head = describe_run(script_line(), "cuda", options.commit)

@@ -80,6 +80,13 @@ _LINES = (("prefetch_at_once(plane", "prefetch(plane"),)
 _BULK = tuple((text, text.replace("(", "_at_once(")) for text in _PREFETCHES[:3])
 _FURTHER = (("#define PREFETCH_STEPS 8", "#define PREFETCH_STEPS 16"),)
 _NEARER = (("#define PREFETCH_STEPS 8", "#define PREFETCH_STEPS 4"),)
+
+
+def _first_prefetch(steps: int) -> tuple[tuple[str, str], ...]:
+    first = "prefetch(first_value, {} * 128 * VALUE_BYTES, lane)"
+    return ((first.format("PREFETCH_STEPS"), first.format(steps)),)
+
+
 _EVICT_FIRST = (
     ("*(const u32*)(plane + (step0 + k) * 128)", "__ldcs((const u32*)(plane + (step0 + k) * 128))"),
     ("*(const uint2*)((const u16*)p + i)", "__ldcs((const uint2*)((const u16*)p + i))"),
@@ -121,6 +128,11 @@ VARIANTS = (
     Variant("pooled_encode", "waves as they fall", {"even_waves": False}),
     Variant("pooled_encode", "bulk prefetch, waves as they fall", {"even_waves": False}, _BULK),
     Variant("pooled_encode", "prefetch 4 steps", source=_NEARER),
+    *(
+        Variant("pooled_encode", f"{steps} steps fetched before the book is known", source=source)
+        for steps in (16, 32, 64)
+        for source in (_first_prefetch(steps),)
+    ),
     Variant("pooled_encode", "4 warps, 6 blocks", {"warps": 4, "measured_min_blocks": 6}),
     Variant("pooled_encode", "12 warps, 2 blocks", {"warps": 12, "measured_min_blocks": 2}),
     Variant("pooled_encode", "24 warps", {"warps": 24, "measured_min_blocks": 1}),
