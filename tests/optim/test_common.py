@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 import lct
 from lct import ops
+from lct.optim import base
 from training import (
     Mlp,
     assert_same_bits,
@@ -108,6 +109,52 @@ def test_a_group_that_joins_later(kind: str) -> None:
     assert_same_losses(runs[0][0], runs[1][0])
     assert_same_model(runs[0][1], runs[1][1])
     assert_same_state(runs[0][2], runs[1][2])
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_state_that_does_not_shrink_is_seldom_measured(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measurement waits for the device."""
+    weight = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))  # too small to code
+    optimizer = build(kind, True, [weight])
+    calls: list[torch.Tensor] = []
+    encode = base.encode
+
+    def counted(flat: torch.Tensor, **options: Any) -> lct.CompressedTensor:
+        calls.append(flat)
+        return encode(flat, **options)
+
+    monkeypatch.setattr(base, "encode", counted)
+    measured = []
+    for step in range(20):
+        calls.clear()
+        weight.grad = torch.full_like(weight, 0.5)
+        optimizer.step()
+        if calls:
+            measured.append(step)
+    assert measured == [0, 1, 2, 4, 8, 16]
+
+
+def test_state_that_shrinks_later_is_compressed_later() -> None:
+    torch.manual_seed(0)
+    weight, twin = (nn.Parameter(torch.zeros(64, 512, dtype=torch.bfloat16)) for _ in range(2))
+    options = {"lr": 0.1, "momentum": 1e-45}  # forgets
+    optimizer = lct.optim.SGD([weight], **options)
+    expected = torch.optim.SGD([twin], **options)
+    compressed = []
+    for step in range(12):
+        grad = torch.randn(64, 512)
+        if step < 5:
+            grad = grad * torch.exp2(torch.randint(-100, 100, grad.shape).float())
+        weight.grad, twin.grad = grad.bfloat16(), grad.bfloat16()
+        optimizer.step()
+        expected.step()
+        state = optimizer.state[weight]["momentum_buffer"]
+        compressed.append(isinstance(state, lct.CompressedTensor))
+        assert_same_bits(expected.state[twin]["momentum_buffer"], state)
+        assert_same_bits(twin, weight)
+    assert compressed == [False] * 8 + [True] * 4
 
 
 ROOM_KINDS = {

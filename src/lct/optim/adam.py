@@ -15,6 +15,7 @@ from ..tensor import CompressedTensor, adam_all_
 from .base import (
     CompressedState,
     Rounding,
+    captures,
     choose_rounding,
     compress_state,
     decode_state,
@@ -63,7 +64,7 @@ class Adam(CompressedState, torch.optim.Adam):
 
     def _check(self, group: dict[str, Any], params: list[torch.Tensor]) -> Rounding:
         _check_options(group)
-        capturing = _captures()
+        capturing = captures()
         if capturing and not group["capturable"]:
             raise RuntimeError(
                 f"{type(self).__name__} needs fused=True and capturable=True where a CUDA graph is "
@@ -127,7 +128,7 @@ class Adam(CompressedState, torch.optim.Adam):
         drop_grads: bool = False,
     ) -> None:
         plain = []
-        capturing = _captures()
+        capturing = captures()
         # One launch takes what is at the same step; fused steps are counted on the device, where
         # the kernel reads each parameter's.
         payloads: dict[Any, list[CompressedWeight]] = {}
@@ -193,7 +194,7 @@ class Adam(CompressedState, torch.optim.Adam):
         grads = [grad_of_payload(weight) for weight in weights]
         assert all(grad is not None for grad in grads)
         steps = [state["step"] for state in held]
-        if _captures():  # replays count in place
+        if captures():  # replays count in place
             torch._foreach_add_(steps, 1)
         else:
             steps = list(torch._foreach_add(steps, 1))
@@ -251,9 +252,7 @@ class Adam(CompressedState, torch.optim.Adam):
         # What is held changes only now that torch's step has succeeded.
         new: dict[str, torch.Tensor | CompressedTensor] = {"step": step}
         for name, state in zip(names, states, strict=True):
-            old = held.get(name)
-            into = old if isinstance(old, CompressedTensor) else None
-            new[name] = compress_state(param, state, into)
+            new[name] = compress_state(param, state, held.get(name))
         if isinstance(param, CompressedWeight):
             param.copy_(weight)
         self.state[param].update(new)
@@ -306,10 +305,6 @@ def _check_options(group: dict[str, Any]) -> None:
             "capturable must be False unless fused is True: only torch's fused implementation "
             f"counts steps on the device, got {group['capturable']}"
         )
-
-
-def _captures() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _has_l2_decay(group: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..dtypes import DTYPES
 from ..nn.compressed_weight import CompressedWeight
@@ -32,20 +33,39 @@ def has_compressible_state(param: torch.Tensor) -> bool:
     )
 
 
+def captures() -> bool:
+    """Whether a CUDA graph is captured on torch's current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+# Steps that a plain tensor of state has been through since it was found that compressing it does
+# not pay.
+_steps_dense: Any = WeakIdKeyDictionary()
+
+
 def compress_state(
-    param: torch.Tensor, value: torch.Tensor, into: CompressedTensor | None = None
+    param: torch.Tensor, value: torch.Tensor, held: torch.Tensor | CompressedTensor | None = None
 ) -> torch.Tensor | CompressedTensor:
-    """``value`` (state of ``param``'s shape) compressed, in ``into``'s place where given.
+    """``value`` (state of ``param``'s shape) compressed, in the place of ``held``, which was the
+    state before the step.
 
     As it is where its memory is not laid out like the parameter's, or compressing does not pay.
+    Whether it does waits for the device: of state that is dense it is asked after 1, 2, 4, 8, …
+    steps again, and not while a CUDA graph is captured.
     """
     if value.dtype not in _DTYPES or value.layout != torch.strided:
         return value
     flat = value if value.is_contiguous() else memory_order(value)
     if flat is None or value.stride() != param.stride():
         return value
-    if into is not None and into.shape == flat.shape and not into.layout.is_raw:
-        return into.encode_(flat)
+    if isinstance(held, CompressedTensor):
+        if held.shape == flat.shape and not held.layout.is_raw:
+            return held.encode_(flat)
+    elif held is not None:
+        steps = _steps_dense.get(held, 0) + 1
+        _steps_dense[value] = steps
+        if captures() or steps & (steps - 1):
+            return value
     # Measured once, with the one synchronisation of a parameter's first step.
     stored = encode(flat, capacity="exact")
     return value if stored.layout.is_raw else stored

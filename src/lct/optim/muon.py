@@ -122,8 +122,7 @@ def _decode_step_encode(
     torch_muon.muon([weight], [param.grad], [buffer], has_complex=False, **options)
     result = buffer
     if has_compressible_state(param):
-        into = held if isinstance(held, CompressedTensor) else None
-        result = compress_state(param, buffer, into)
+        result = compress_state(param, buffer, held)
     if isinstance(param, CompressedWeight):
         param.copy_(weight)
     return result

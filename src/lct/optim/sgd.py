@@ -280,9 +280,7 @@ def _decode_step_encode(
     new = buffers.pop()
     result = None
     if update.momentum != 0:
-        result = compress_state(
-            param, new, buffer if isinstance(buffer, CompressedTensor) else None
-        )
+        result = compress_state(param, new, buffer)
     if isinstance(param, CompressedWeight):
         param.copy_(weight)
     return result
