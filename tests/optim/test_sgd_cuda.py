@@ -129,7 +129,7 @@ CASES = [
 @pytest.mark.parametrize("count", [2**22, 2**22 + 1])
 @pytest.mark.parametrize(("rounding", "options"), CASES, ids=str)
 def test_bits_of_many_values(rounding: str, options: dict, count: int) -> None:
-    """A product that torch's kernel does not contract shows in one of 50,000 values; which do may
+    """A product that torch's kernel does not contract shows in few values. Which it contracts may
     depend on a value's place in its thread, and on whether loads are of four.
     """
     compare("gaussian", rounding, 4, "exact", count, lr=0.013, momentum=0.9, **options)

@@ -3,8 +3,8 @@
 Chunks of 8,192 bytes lie in segments; a bitmap and a counter of free chunks live on the device
 (kernels/arena.cuh). A launch is admitted only while the free chunks that the host knows of cover
 the worst case of every launch in flight: then no launch can fail, and nothing is overwritten that
-could not be stored. The host learns what finished launches really took from a copy of the counters
-that it never waits for in the common case. During CUDA graph capture the host cannot step in:
+could not be stored. What finished launches really took a kernel of one thread writes where the
+host looks, without waiting in the common case. During CUDA graph capture the host cannot step in:
 kernels take credit on the device, and a group that finds none stays as it was and is counted
 (``check``).
 
@@ -39,7 +39,7 @@ _BITMAP_BYTES = MAX_CHUNKS // 8
 _FAILED_OFFSET = 4  # of failed_groups in the control block
 _REPORT_WORDS = 5  # report.cu: four counters and a number
 _SEGMENTS_BYTES = MAX_CHUNKS // SEGMENT_CHUNKS * 8
-# The counters are copied to the host every this many launches.
+# The counters are written for the host every this many launches.
 _CHECKPOINT_LAUNCHES = 16
 # The serial numbers of the chunks' owners stand behind the chunks (chunk_owner in arena.cuh).
 SEGMENT_BYTES = SEGMENT_CHUNKS * (CHUNK_BYTES + 4)
