@@ -74,19 +74,10 @@ class Variant:
     source: tuple[tuple[str, str], ...] = ()
 
 
-_NO_PREFETCH = tuple(
-    (f"prefetch({what}", f"if (0) prefetch({what}") for what in ("plane", "first_value", "grad")
-)
-# By one lane, all lines at once.
-_BULK = (
-    (
-        """for (u32 i = lane * 128; i < bytes; i += 4096)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)from + i));""",
-        """asm volatile("{.reg .pred p; setp.eq.u32 p, %2, 0;"
-                 "@p cp.async.bulk.prefetch.L2.global [%0], %1;}"
-                 ::"l"(from), "r"(bytes), "r"(lane));""",
-    ),
-)
+_PREFETCHES = ("prefetch(plane", "prefetch(first_value", "prefetch(grad", "prefetch_at_once(plane")
+_NO_PREFETCH = tuple((text, f"if (0) {text}") for text in _PREFETCHES)
+_LINES = (("prefetch_at_once(plane", "prefetch(plane"),)
+_BULK = tuple((text, text.replace("(", "_at_once(")) for text in _PREFETCHES[:3])
 _FURTHER = (("#define PREFETCH_STEPS 8", "#define PREFETCH_STEPS 16"),)
 _NEARER = (("#define PREFETCH_STEPS 8", "#define PREFETCH_STEPS 4"),)
 
@@ -110,7 +101,6 @@ VARIANTS = (
             Variant(entry, "as it is"),
             Variant(entry, "evict-first loads", source=_EVICT_FIRST),
             Variant(entry, "no prefetch", source=_NO_PREFETCH),
-            Variant(entry, "bulk prefetch", source=_BULK),
             Variant(entry, "prefetch 16 steps", source=_FURTHER),
             Variant(entry, "4 warps a block", {"warps": 4, "measured_min_blocks": 7}),
             Variant(entry, "16 warps a block", {"warps": 16, "measured_min_blocks": 2}),
@@ -147,8 +137,12 @@ VARIANTS = (
     Variant("pooled_encode", "12 warps, 2 blocks", {"warps": 12, "measured_min_blocks": 2}),
     Variant("pooled_encode", "24 warps", {"warps": 24, "measured_min_blocks": 1}),
     *(
-        Variant(entry, "bulk prefetch", source=_BULK)
-        for entry in ("pooled_decode_list", "pooled_encode_list")
+        Variant(f"pooled_{kernel}{of}", name, source=source)
+        for kernel, name, source in (
+            ("decode", "prefetch line by line", _LINES),
+            ("encode", "bulk prefetch", _BULK),
+        )
+        for of in ("", "_list")
     ),
     Variant("sgd_step", "as it is"),
     Variant("sgd_step", "no prefetch", source=_NO_PREFETCH),

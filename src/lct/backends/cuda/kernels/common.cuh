@@ -204,12 +204,22 @@ __device__ __forceinline__ void wait_for_previous() {
 }
 
 // Bring what follows soon into L2, a line a lane: `bytes`, a multiple of 16. One warp calls. Registers for loads this far
-// ahead would cost resident warps. (Loads of what was prefetched must not be evict-first, `__ldcs`; one bulk prefetch of
-// all lines comes later: docs/performance.md, Notebook.)
+// ahead would cost resident warps. (Loads of what was prefetched must not be evict-first, `__ldcs`: docs/performance.md,
+// Notebook.)
 __device__ __forceinline__ void prefetch(const void* from, u32 bytes, u32 lane) {
     for (u32 i = lane * 128; i < bytes; i += 4096)
         asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)from + i));
 }
+// The same for the little that a decode reads, all lines in one instruction; `from` is a multiple of 16.
+__device__ __forceinline__ void prefetch_at_once(const void* from, u32 bytes, u32 lane) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .pred p; setp.eq.u32 p, %2, 0; @p cp.async.bulk.prefetch.L2.global [%0], %1;}" ::"l"(from),
+                 "r"(bytes), "r"(lane));
+#else
+    prefetch(from, bytes, lane);
+#endif
+}
+
 // Steps whose bytes are fetched at a time (docs/performance.md, Notebook).
 #define PREFETCH_STEPS 8
 __device__ __forceinline__ bool prefetch_is_due(u32 step) {

@@ -55,7 +55,7 @@ __device__ __forceinline__ void decode_block(const Args& a, u32 block) {
         stage_slot(a.payload + slot_offset(a, group), slot, capacity, lane);
         state = ((const u32*)(a.payload + a.meta_offset))[group];
         my_shift = a.payload[a.lane_offset + (u64)group * 32 + lane];
-        if (!tail) prefetch(plane - lane * 4, PREFETCH_STEPS * 128, lane);
+        if (!tail) prefetch_at_once(plane - lane * 4, PREFETCH_STEPS * 128, lane);
     }
     const u32* book = book_tables(a);
     stage_table(pairs, book + TABLE_PAIRS, PAIRS_WORDS);
@@ -74,7 +74,7 @@ __device__ __forceinline__ void decode_block(const Args& a, u32 block) {
 #pragma unroll 1
         for (; step0 + CHUNK_STEPS <= coded; step0 += CHUNK_STEPS) {
             if (prefetch_is_due(step0))
-                prefetch(plane - lane * 4 + (step0 + PREFETCH_STEPS) * 128, PREFETCH_STEPS * 128, lane);
+                prefetch_at_once(plane - lane * 4 + (step0 + PREFETCH_STEPS) * 128, PREFETCH_STEPS * 128, lane);
             // On their way while the streams are decoded.
             u32 sf[CHUNK_STEPS];
 #pragma unroll
