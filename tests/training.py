@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lct
-from lct.nn import CompressedWeight, activations
+from lct.nn import CompressedWeight, activations, little
 from lct.tensor import CompressedTensor
 
 # Models this small gain nothing from threads, and OpenMP threads that spin starve other processes.
@@ -198,7 +198,7 @@ def store_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have saved activations compressed from 1 KiB on, as large as those of the test's models, and
     whatever the test before has saved.
     """
-    monkeypatch.setattr(activations, "LITTLE_SHARE", 0)
+    monkeypatch.setattr(little, "LITTLE_SHARE", 0)
     for dtype, rule in activations.SAVE_RULES.items():
         monkeypatch.setitem(
             activations.SAVE_RULES, dtype, dataclasses.replace(rule, min_bytes=1024)

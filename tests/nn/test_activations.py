@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lct
-from lct.nn import activations, garbage, saves
+from lct.nn import activations, garbage, little, saves
 from lct.nn.activations import is_exact_upcast
 from lct.nn.bits import pack_bits
 from lct.tensor import live_tensors
@@ -401,8 +401,8 @@ def test_fewer_collections_within_a_block(threshold: int) -> None:
 
 def test_what_is_little_beside_the_rest_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as it is little in all; what the block before has saved says what the rest is."""
-    monkeypatch.setattr(activations, "LITTLE_SHARE", 1 / 16)
-    monkeypatch.setattr(activations, "MOST_LITTLE_SHARE", 1 / 4)
+    monkeypatch.setattr(little, "LITTLE_SHARE", 1 / 16)
+    monkeypatch.setattr(little, "MOST_LITTLE_SHARE", 1 / 4)
     monkeypatch.setattr(activations, "_last", None)
     large, small = hidden(64, 512), hidden(64, 16)
     rows = []
@@ -411,13 +411,33 @@ def test_what_is_little_beside_the_rest_stays_as_it_is(monkeypatch: pytest.Monke
             outs = [large.sin(), *[(small * 1).sin() for _ in range(count)]]
         rows.append((saved.encoded, saved.kept["it is little beside what the block saves"]))
         del outs
-    # A fourth of the 64 KiB that the second block has stored: eight of 2 KiB.
+    # A fourth of the 68 KiB that the second block has saved: eight of 2 KiB.
     assert rows == [(3, 0), (1, 2), (41 - 8, 8)]
-    monkeypatch.setattr(activations, "LITTLE_BYTES", 2048)
+    monkeypatch.setattr(little, "LITTLE_BYTES", 2048)
     with lct.compress_activations() as saved:
         outs = [large.sin(), (small * 1).sin()]
     assert (saved.encoded, len(saved.kept)) == (2, 0)
     del outs
+
+
+def test_the_smallest_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many larger ones come before them; a save that two ops make counts once."""
+    monkeypatch.setattr(little, "LITTLE_SHARE", 1 / 2)
+    monkeypatch.setattr(little, "MOST_LITTLE_SHARE", 1 / 4)
+    monkeypatch.setattr(activations, "_last", None)
+    middle, small = hidden(64, 32), hidden(64, 16)  # 4 and 2 KiB
+    for first in (True, False, False):
+        with lct.compress_activations() as saved:
+            values = [(middle * 1).sin() for _ in range(10)]
+            made = [small * 1 for _ in range(4)]
+            values += [one.sin() for one in made] + [one.cos() for one in made]
+        # A fourth of 48 KiB: all small ones, 8 KiB, and one of the others.
+        if first:
+            assert (saved.encoded, saved.reused) == (14, 4)
+        else:
+            assert (saved.encoded, saved.reused) == (9, 0)
+            assert saved.kept["it is little beside what the block saves"] == 1 + 8
+        del values, made
 
 
 def test_min_bytes_leaves_more_as_it_is() -> None:

@@ -18,7 +18,7 @@ import torch
 import lct
 from lct import ops, tensor
 from lct.errors import ArenaExhaustedError
-from lct.nn import activations, saves
+from lct.nn import activations, little, saves
 from lct.nn.room import Room
 from lct.tensor import CompressedBatch, live_tensors
 from training import BF16, assert_same_bits, store_small_tensors
@@ -457,7 +457,7 @@ def test_random_graphs(part: int, counts: Counts, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(activations, "save_batch_bytes", lambda limit=limit: limit)
         monkeypatch.setattr(saves, "SHARED_DECODED_BYTES", chooser.choice([1, 3, 99]) * SIZE)
         monkeypatch.setattr(saves, "EARLY_SHARE", chooser.choice([0, 1 / 4, 1]))
-        monkeypatch.setattr(activations, "LITTLE_SHARE", chooser.choice([0, 1 / 16]))
+        monkeypatch.setattr(little, "LITTLE_SHARE", chooser.choice([0, 1 / 16]))
         most = chooser.choice([1, 2, 16])
         monkeypatch.setattr(ops, "MOST_TOGETHER", most)
         expected = random_gradients(seed, contextlib.nullcontext)

@@ -25,6 +25,7 @@ from ..ops import arena_devices, launches_kernels, trim_arenas
 from ..text import text_table
 from .bits import pack_bits
 from .garbage import fewer_collections
+from .little import LittleSaves
 from .room import heard_of_spills
 from .saves import (
     BatchOrder,
@@ -75,12 +76,6 @@ MIN_COVERAGE = 1 / 4
 # What a graph saves of one dtype is copied rather than encoded where that is less than this part of
 # all that it saves: it would take launches of its own.
 LEAST_SHARE = 64
-# A save costs the host as much time as a large one, however small it is. What is smaller than so
-# many bytes, and than the first share of what a block saves, stays as it is, while all that does is
-# no more than the second share.
-LITTLE_BYTES = 4 << 20
-LITTLE_SHARE = 1 / 512
-MOST_LITTLE_SHARE = 1 / 8
 # What waits to be encoded together, and later decoded: the larger share of what a block saves up to
 # so many bytes, the smaller one beyond. Where saves are large a batch of few would take the host as
 # much time as one of many.
@@ -132,8 +127,8 @@ class SavedActivations:
         self._seen_bytes = 0
         self._limit_bytes = self._batch_bytes()
         self._within_capture = _captures_now()
-        self._little_bytes = min(LITTLE_BYTES, self._expected_bytes * LITTLE_SHARE)
-        self._most_little_bytes = self._expected_bytes * MOST_LITTLE_SHARE
+        before = _last._little if _last is not None else None
+        self._little: LittleSaves = LittleSaves(before, self._expected_bytes)
 
     @property
     def sites(self) -> list[SaveSite]:
@@ -195,17 +190,11 @@ class SavedActivations:
         self.kept[reason] += 1
         return _keep(tensor)
 
-    def _is_little(self, size_bytes: int) -> bool:
-        if size_bytes > self._most_little_bytes:
-            return False
-        self._most_little_bytes -= size_bytes
-        return True
-
     def _find_or_store(self, tensor: torch.Tensor) -> StoredSave | str:
         """What ``tensor`` lies in, stored; or the reason why it stays as it is."""
         source = tensor.untyped_storage()
         size = source.nbytes()
-        if size < self._little_bytes and self._is_little(size):
+        if self._little.stays_dense(size, source._cdata):
             return "it is little beside what the block saves"
         # On CUDA another stream would have to wait for the encode: let it make its own.
         stream = stream_of(tensor) if tensor.is_cuda else 0
@@ -218,6 +207,7 @@ class SavedActivations:
             return stored
         if tensor.nbytes < MIN_COVERAGE * size:
             return "it is a small part of its storage"
+        self._little.count(size)
         site = self._sites.of(tensor)
         # Most tensors are all of their storage, and need no view of it, here and in unpack.
         coded = tensor.dtype != torch.bool
@@ -482,10 +472,11 @@ def compress_activations(
     BF16, FP16 and FP32 tensors go through the codec (FP32 that was cast from BF16 as BF16), masks
     become bits. Left as they are: parameters and their views, other leaves that require gradients,
     tensor subclasses, integers, what is small (``SAVE_RULES``) or little beside what the block
-    before saved (below 4 MiB and 1/512 of it, and 1/8 in all), the probabilities that cross entropy
-    saves, and what is saved while a backward runs. Gives a ``SavedActivations``: counts and bytes,
-    by line of the model too (``sites``); ``lct.stats()["activations"]`` has those of the last
-    block. ``profile``: also time encodes and decodes, waiting for the device around each.
+    before saved (below 4 MiB and 1/512 of it; the smallest, 1/8 in all), the probabilities that
+    cross entropy saves, and what is saved while a backward runs. Gives a ``SavedActivations``:
+    counts and bytes, by line of the model too (``sites``); ``lct.stats()["activations"]`` has
+    those of the last block. ``profile``: also time encodes and decodes, waiting for the device
+    around each.
     ``min_bytes``: leave smaller storages as they are too. On a GPU an encode and a decode take tens
     of microseconds each, however small the tensor is: where the host is what a step waits for, a
     few MiB give up little memory and much of that time. ValueError where it is negative.
