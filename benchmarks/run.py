@@ -73,7 +73,7 @@ MEASUREMENTS = {
             Measurement(
                 f"train-qwen3-4b-eager-pairs-{tokens}",
                 f"{_QWEN} --configuration eager --sequence {tokens} --pairs 10 "
-                "--variants dense,lct-weights-state,lct-all,lct-large",
+                "--variants dense,hooks-alone,lct-weights-state,lct-all,lct-large",
                 200,
             )
             for tokens in (500, 1000, 3500)

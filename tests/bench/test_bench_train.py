@@ -98,7 +98,7 @@ def of_the_size_of_the_models() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict[str, Any]]:
-    names = [*LOSSLESS, "lct-weights-state+recompute"]
+    names = [*LOSSLESS, "lct-weights-state+recompute", "hooks-alone"]
     return {name: measure(replace(CASE, variant=name), RANDOM) for name in names}
 
 
@@ -391,7 +391,8 @@ def test_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables() -> None:
     assert set(DEFAULT_VARIANTS) | set(SEARCH_VARIANTS) <= set(VARIANTS)
     for variant in VARIANTS.values():
-        assert not (variant.saving.offload and variant.storage.activations), variant.name
+        hooks = variant.saving.offload or variant.saving.hooks
+        assert not (hooks and variant.storage.activations), variant.name
         assert (variant.equals is not None) == variant.name.startswith("lct")
         if variant.equals is not None:
             assert VARIANTS[variant.equals].equals is None
@@ -654,7 +655,7 @@ def test_on_a_gpu(configuration: str) -> None:
     case = replace(CASE, device="cuda", configuration=configuration, sequence=256, profiled=1)
     case = replace(case, backend="inductor", memory_limit_mib=4096, itemized=True)
     found = []
-    for name in ("dense", "recompute", "save-on-cpu", "lct-all"):
+    for name in ("dense", "recompute", "save-on-cpu", "hooks-alone", "lct-all"):
         row = measure_apart(replace(case, variant=name), RANDOM)
         found.append(row)
         assert row["error"] is None, row.get("traceback")

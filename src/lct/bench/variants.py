@@ -38,12 +38,15 @@ class Saving:
     """What PyTorch itself does about activations.
 
     ``checkpoint``: every layer is computed again in backward; ``offload``: what autograd saves goes
-    to pinned memory of the host; ``budget``: ``activation_memory_budget`` of compiled graphs.
+    to pinned memory of the host; ``hooks``: what autograd saves passes hooks that change nothing,
+    which is the least that any library of such hooks costs; ``budget``:
+    ``activation_memory_budget`` of compiled graphs.
     """
 
     name: str
     checkpoint: bool = False
     offload: bool = False
+    hooks: bool = False
     budget: float = 1.0
 
 
@@ -61,6 +64,7 @@ SAVINGS = (
     NO_SAVING,
     Saving("recompute", checkpoint=True),
     Saving("save-on-cpu", offload=True),
+    Saving("hooks-alone", hooks=True),
     *(Saving(f"budget-{share}", budget=share) for share in (0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.1)),
 )
 
@@ -156,7 +160,14 @@ class Variant:
             return compress_activations(min_bytes=storage.min_bytes, in_graphs=storage.in_graphs)
         if self.saving.offload:
             return torch.autograd.graph.saved_tensors_hooks(to_host, from_host)
+        if self.saving.hooks:
+            # Without its history: the graph must not be held by what it holds.
+            return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is)
         return contextlib.nullcontext()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
@@ -192,7 +203,7 @@ VARIANTS = {
             for saving in SAVINGS
             for storage in STORAGES
             # Torch applies one pair of saved-tensor hooks only.
-            if not (saving.offload and storage.activations)
+            if not ((saving.offload or saving.hooks) and storage.activations)
         ),
         *(Variant(row.name, optimizer=row) for row in LOSSY_OPTIMIZERS),
     )

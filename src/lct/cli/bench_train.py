@@ -160,9 +160,9 @@ def train(
     through the same hooks, without LCT torch's fused ones. Variants: dense;
     lct-weights-state, lct-activations, lct-all; recompute (every layer
     checkpointed), budget-0.9 … budget-0.1 (PyTorch's memory budget of
-    compiled graphs), save-on-cpu; LCT with them, as in lct-all+recompute;
-    sgd-8bit and adamw-8bit (bitsandbytes, torchao; [bold]lossy[/bold]). On CUDA every
-    run has a process of its own; running out of memory is a result. Peaks are
+    compiled graphs), save-on-cpu, hooks-alone (saved-tensor hooks that
+    change nothing); LCT with them, as in lct-all+recompute; sgd-8bit and
+    adamw-8bit (bitsandbytes, torchao; [bold]lossy[/bold]). On CUDA every run has a process of its own; running out of memory is a result. Peaks are
     the allocator's over the timed steps; [bold]GPU busy[/bold] is the union of kernels and
     copies in a step of its own under torch's profiler.
 

@@ -472,7 +472,7 @@ def compress_activations(
     BF16, FP16 and FP32 tensors go through the codec (FP32 that was cast from BF16 as BF16), masks
     become bits. Left as they are: parameters and their views, other leaves that require gradients,
     tensor subclasses, integers, what is small (``SAVE_RULES``) or little beside what the block
-    before saved (below 4 MiB and 1/512 of it; the smallest, 1/8 in all), the probabilities that
+    before saved (below 4 MiB and 1/512 of it; the smallest, 1/5 in all), the probabilities that
     cross entropy saves, and what is saved while a backward runs. Gives a ``SavedActivations``:
     counts and bytes, by line of the model too (``sites``); ``lct.stats()["activations"]`` has
     those of the last block. ``profile``: also time encodes and decodes, waiting for the device

@@ -10,7 +10,7 @@ from __future__ import annotations
 # dense is no more than the second share.
 LITTLE_BYTES = 4 << 20
 LITTLE_SHARE = 1 / 512
-MOST_LITTLE_SHARE = 1 / 8
+MOST_LITTLE_SHARE = 1 / 5
 
 
 class LittleSaves:
