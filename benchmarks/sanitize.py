@@ -29,7 +29,7 @@ TOOLS = ("memcheck", "racecheck")
 # By file: which of its tests, small ones that between them run every kernel.
 FILES = {
     "tests/backends/test_cuda.py": "test_inputs or test_sizes or test_capacities",
-    "tests/backends/test_cuda_lists.py": "",
+    "tests/backends/test_cuda_lists.py": "hostile or captured or alignment or turn or 17",
     "tests/backends/test_cuda_arena.py": "memory_comes_back or keeps_its_segment",
     "tests/optim/test_sgd_cuda.py": "hostile_gradients and 200 and (random or nan) or graph_replay",
     "tests/optim/test_adam_cuda.py": "hostile_gradients and 200 and (random or nan)",

@@ -341,14 +341,6 @@ def test_launches_in_flight_share_half_of_the_limit(device: Device) -> None:
     device.check()
 
 
-def test_pieces_have_all_of_the_limit(device: Device) -> None:
-    """So that the next one need not wait for the one before."""
-    arena = device.arena
-    for _ in range(2):
-        arena.admit(LIMIT // 2, STREAM, is_piece=True)
-    assert arena.total_chunks == LIMIT and not device.waits
-
-
 def test_what_is_reserved_stays(device: Device) -> None:
     arena = device.arena
     arena.reserve(CHUNK_BYTES * 5 * SEGMENT)

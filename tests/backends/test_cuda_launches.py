@@ -51,12 +51,12 @@ class Arena:
     def forget(self, serial: int, last_launch: int) -> None:
         pass
 
-    def admit(self, chunks: int, stream: int, *, is_piece: bool = False) -> int:
+    def admit(self, chunks: int, stream: int) -> int:
         assert self.lock.held
         if not self.grants:
             raise ArenaExhaustedError("no memory; nothing was overwritten")
         self.grants -= 1
-        self.log.append(f"admit {chunks}" + " of more" * is_piece)
+        self.log.append(f"admit {chunks}")
         return 1
 
     def launched(self) -> None:
@@ -130,9 +130,8 @@ def test_the_header_is_written_when_there_is_credit(monkeypatch: pytest.MonkeyPa
 
 def test_pieces_say_how_far_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
     log, error = launches(monkeypatch, 4, 9)
-    piece = "admit 2 of more"
-    first = [piece, "search", "code 0-2 early", piece, "code 2-4"]
-    assert (log, error) == ([*first, piece, "code 4-6", piece, "code 6-8"], None)
+    first = ["admit 2", "search", "code 0-2 early", "admit 2", "code 2-4"]
+    assert (log, error) == ([*first, "admit 2", "code 4-6", "admit 2", "code 6-8"], None)
     log, error = launches(monkeypatch, 4, 2)
     assert log == first
     assert "of 8 groups the first 4 have new values" in str(error)

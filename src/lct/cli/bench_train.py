@@ -162,8 +162,9 @@ def train(
     checkpointed), budget-0.9 … budget-0.1 (PyTorch's memory budget of
     compiled graphs), save-on-cpu, hooks-alone (saved-tensor hooks that
     change nothing); LCT with them, as in lct-all+recompute; sgd-8bit and
-    adamw-8bit (bitsandbytes, torchao; [bold]lossy[/bold]). On CUDA every run has a process of its own; running out of memory is a result. Peaks are
-    the allocator's over the timed steps; [bold]GPU busy[/bold] is the union of kernels and
+    adamw-8bit (bitsandbytes, torchao; [bold]lossy[/bold]). On CUDA every run has a
+    process of its own; running out of memory is a result. Peaks are the
+    allocator's over the timed steps; [bold]GPU busy[/bold] is the union of kernels and
     copies in a step of its own under torch's profiler.
 
     [bold]Examples[/bold]
@@ -297,12 +298,15 @@ def _parse_mib(text: str | None) -> int | None:
 
 
 def _with_counterparts(wanted: list[str], *, identity: bool, pairs: bool) -> list[str]:
-    """The variants to run: with those that LCT's are compared with; for pairs LCT's, and dense."""
+    """The variants to run: with those that LCT's are compared with; for pairs LCT's, and those of
+    no technique, dense and its saves through hooks.
+    """
     from ..bench.variants import DENSE, VARIANTS
 
     equals = {name: VARIANTS[name].equals for name in wanted}
     if pairs:
-        return [name for name in wanted if equals[name] is not None or name == DENSE]
+        plain = [name for name in wanted if name == DENSE or VARIANTS[name].saving.hooks]
+        return [name for name in wanted if equals[name] is not None or name in plain]
     if identity:
         counterparts = [name for name in equals.values() if name is not None]
         return list(dict.fromkeys([*counterparts, *wanted]))

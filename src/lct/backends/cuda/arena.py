@@ -197,22 +197,22 @@ class Arena:
 
     # ---- credit ------------------------------------------------------------------------------
 
-    def admit(self, chunks: int, stream: int, *, is_piece: bool = False) -> int:
+    def admit(self, chunks: int, stream: int) -> int:
         """Make sure that a launch on ``stream`` may take ``chunks``; returns its number.
 
         Waits only where launches in flight might take all that is free and the arena has half of
-        its limit, or all of it if ``chunks`` are more or ``is_piece``, a part of what needs more.
-        ArenaExhaustedError, before anything is launched, where the device has no memory to grow
-        it. The caller holds ``lock`` until it has called ``launched``.
+        its limit, or all of it if ``chunks`` are more. ArenaExhaustedError, before anything is
+        launched, where the device has no memory to grow it. The caller holds ``lock`` until it has
+        called ``launched``.
         """
         with self.lock:
-            self.ensure(chunks, stream, is_piece=is_piece)
+            self.ensure(chunks, stream)
             self._uncovered += chunks
             self._launches_since += 1
             self._sequence += 1
             return self._sequence
 
-    def ensure(self, chunks: int, stream: int, *, is_piece: bool = False) -> None:
+    def ensure(self, chunks: int, stream: int) -> None:
         """Make sure that the next launches on ``stream`` may take ``chunks`` in all, as ``admit``
         does for one.
         """
@@ -222,7 +222,7 @@ class Arena:
             self._stream = stream
             self._raise_failures(self._known.failed_groups)
             if self._in_flight() + chunks > self._free:
-                self._find_credit(chunks, self.limit_chunks if is_piece else chunks)
+                self._find_credit(chunks)
 
     def launched(self) -> None:
         """Call after the launch: now and then notes a point at which to read the counters."""
@@ -299,7 +299,7 @@ class Arena:
     def _in_flight(self) -> int:
         return self._uncovered + self._debited
 
-    def _find_credit(self, chunks: int, needed_at_once: int) -> None:
+    def _find_credit(self, chunks: int) -> None:
         self._poll()
         if self._in_flight() + chunks <= self._free:
             return
@@ -307,8 +307,8 @@ class Arena:
             self.collect()
         missing = self._in_flight() + chunks - self._free
         # A wait is short, and memory that only spares it others could use: beside launches in
-        # flight the arena grows to half of its limit, or to what needs more by itself.
-        most = max(self.limit_chunks // 2, needed_at_once)
+        # flight the arena grows to half of its limit, or for a launch that needs more by itself.
+        most = max(self.limit_chunks // 2, chunks)
         waits = self._in_flight() or self._closing is not None
         if self.total_chunks + missing <= most or not waits:
             self._grow(missing)

@@ -559,7 +559,7 @@ def launch_with_credit(
         end = min(first + piece, count)
         with arena.lock:
             try:
-                sequence = arena.admit((end - first) * worst_chunks, stream, is_piece=piece < count)
+                sequence = arena.admit((end - first) * worst_chunks, stream)
             except ArenaExhaustedError as error:
                 if first == 0:
                     raise
