@@ -3,10 +3,11 @@
     python benchmarks/sweep.py --json sweep.json
 
 A variant is a change of its row in ``backends/cuda/tuning.py`` or of a few lines of source. Times
-are medians over a copy's of the same tensor (steps: over 2.5 copies), taken in turn with it, at
-2^28 values by events and at 2^24 values by replays of a CUDA graph, those of single tensors also
-for what Qwen3-4B saves of 3,500 tokens, a few waves of blocks; of kernels that take several
-tensors, over copies of all weights of a layer of Qwen3-4B, in two launches as training makes them.
+are medians over a copy's of the same tensor (steps: over as many copies as move the bytes of the
+dense step), taken in turn with it, at 2^28 values by events and at 2^24 values by replays of a CUDA
+graph, those of single tensors also for what Qwen3-4B saves of 3,500 tokens, a few waves of blocks;
+of kernels that take several tensors, over copies of all weights of a layer of Qwen3-4B, in two
+launches as training makes them.
 Bits are checked for every variant of a decode. The rows of tuning.py and docs/performance.md come
 from its result files.
 """
@@ -35,7 +36,7 @@ LAYER = (
     *((2560 * 4096, 2560 * 1024, 2560 * 1024, 4096 * 2560, 2560 * 9728),),
     *((2560 * 9728, 9728 * 2560),),
 )
-FLOOR_COPIES = {"sgd_step": 2.5, "adam_step": 3.5}
+FLOOR_COPIES = {"sgd_step": 2.5, "adam_step": 3.5, "muon_step": 2.0}
 UPDATE: dict[str, Any] = {
     "lr": 1e-7,
     "momentum": 0.9,
@@ -158,6 +159,11 @@ VARIANTS = (
     Variant("adam_step", "2 pairs at once", source=_TWO_PAIRS),
     Variant("adam_step", "12 warps a block", {"warps": 12}),
     Variant("adam_step", "12 warps a block, 2 pairs at once", {"warps": 12}, _TWO_PAIRS),
+    *(
+        Variant("muon_step", f"{warps} warps, {blocks} blocks", launch)
+        for warps, blocks in ((12, 2), (8, 2), (8, 3), (10, 2), (16, 1), (20, 1), (24, 1))
+        for launch in ({"warps": warps, "measured_min_blocks": blocks},)
+    ),
 )
 
 
@@ -256,6 +262,11 @@ class Bench:
                 lambda i: self.small_weight[i].adam_(
                     self.small_average[i], self.small_squares[i], self.small_grad[i], **ADAM_UPDATE
                 ),
+            )
+        if entry == "muon_step":  # momentum is the gradient, and stays so
+            return (
+                lambda i: self.average.muon_(self.grad, momentum=0.9),
+                lambda i: self.small_average[i].muon_(self.small_grad[i], momentum=0.9),
             )
         return (
             lambda i: self.weight.sgd_(self.state, self.grad, **UPDATE),
