@@ -53,7 +53,6 @@ LAUNCH: dict[str, LaunchConfig] = {
     "fixed_decode": LaunchConfig(8, 6, 4),
     "sgd_step": LaunchConfig(10, 2, 1, any_warps=True),
     "adam_step": LaunchConfig(16, 1, 1, any_warps=True),
-    # By reasoning: the most warps, in steps of 8, whose 80 registers squeeze nothing out.
     "muon_step": LaunchConfig(12, 2, 1, any_warps=True),
     "select_book": LaunchConfig(32),
     "select_books": LaunchConfig(32),
