@@ -120,6 +120,11 @@ MEASUREMENTS = {
             300,
         ),
         Measurement(
+            "train-nanogpt-162m-lean-all",
+            "bench train nanogpt-162m --micro-batch 32 --micro-steps 4 --variants dense,lct-all",
+            120,
+        ),
+        Measurement(
             "train-nanogpt-162m-identity",
             "bench train nanogpt-162m --configuration eager --micro-batch 16 --micro-steps 1 "
             "--steps 200 --identity --variants lct-all",

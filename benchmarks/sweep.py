@@ -130,9 +130,12 @@ VARIANTS = (
     Variant("pooled_encode", "bulk prefetch, waves as they fall", {"even_waves": False}, _BULK),
     Variant("pooled_encode", "prefetch 4 steps", source=_NEARER),
     *(
-        Variant("pooled_encode", f"{steps} steps fetched before the book is known", source=source)
+        Variant(
+            "pooled_encode",
+            f"{steps} steps fetched before the book is known",
+            source=_first_prefetch(steps),
+        )
         for steps in (16, 32, 64)
-        for source in (_first_prefetch(steps),)
     ),
     Variant("pooled_encode", "4 warps, 6 blocks", {"warps": 4, "measured_min_blocks": 6}),
     Variant("pooled_encode", "12 warps, 2 blocks", {"warps": 12, "measured_min_blocks": 2}),
@@ -160,9 +163,12 @@ VARIANTS = (
     Variant("adam_step", "12 warps a block", {"warps": 12}),
     Variant("adam_step", "12 warps a block, 2 pairs at once", {"warps": 12}, _TWO_PAIRS),
     *(
-        Variant("muon_step", f"{warps} warps, {blocks} blocks", launch)
+        Variant(
+            "muon_step",
+            f"{warps} warps, {blocks} blocks",
+            {"warps": warps, "measured_min_blocks": blocks},
+        )
         for warps, blocks in ((12, 2), (8, 2), (8, 3), (10, 2), (16, 1), (20, 1), (24, 1))
-        for launch in ({"warps": warps, "measured_min_blocks": blocks},)
     ),
 )
 

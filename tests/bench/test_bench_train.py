@@ -371,6 +371,12 @@ def test_pairs() -> None:
     assert control["loss_sha256"] == row["base_loss_sha256"]
 
 
+def test_variants_in_pairs() -> None:
+    wanted = ["dense", "hooks-alone", "recompute", "save-on-cpu", "lct-all", "lct-all+recompute"]
+    chosen = bench_train._with_counterparts(wanted, identity=False, pairs=True)
+    assert chosen == ["dense", "hooks-alone", "lct-all", "lct-all+recompute"]
+
+
 def test_pairs_say_where_losses_part(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([[1.0, 2.0, 3.0], [1.0, 2.5, 3.0]])
     monkeypatch.setattr(Run, "loss_values", lambda run: next(losses))
@@ -391,8 +397,7 @@ def test_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables() -> None:
     assert set(DEFAULT_VARIANTS) | set(SEARCH_VARIANTS) <= set(VARIANTS)
     for variant in VARIANTS.values():
-        hooks = variant.saving.offload or variant.saving.hooks
-        assert not (hooks and variant.storage.activations), variant.name
+        assert not (variant.saving.has_hooks and variant.storage.activations), variant.name
         assert (variant.equals is not None) == variant.name.startswith("lct")
         if variant.equals is not None:
             assert VARIANTS[variant.equals].equals is None

@@ -213,7 +213,7 @@ def test_captures_hold_the_encodes_of_what_they_compute(
 ) -> None:
     """A block may begin, and end, within a capture; what waits then is encoded within it too."""
     captures = begins
-    monkeypatch.setattr(activations, "_captures_now", lambda: captures)
+    monkeypatch.setattr(activations, "captures", lambda: captures)
     monkeypatch.setattr(activations, "is_capturing", lambda device: captures)
     x = leaf()
     with lct.compress_activations():

@@ -49,6 +49,11 @@ class Saving:
     hooks: bool = False
     budget: float = 1.0
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether it takes torch's saved-tensor hooks, of which one pair applies."""
+        return self.offload or self.hooks
+
 
 NO_STORAGE = Storage(DENSE)
 STORAGES = (
@@ -203,7 +208,7 @@ VARIANTS = {
             for saving in SAVINGS
             for storage in STORAGES
             # Torch applies one pair of saved-tensor hooks only.
-            if not ((saving.offload or saving.hooks) and storage.activations)
+            if not (saving.has_hooks and storage.activations)
         ),
         *(Variant(row.name, optimizer=row) for row in LOSSY_OPTIMIZERS),
     )

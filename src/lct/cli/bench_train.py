@@ -298,15 +298,15 @@ def _parse_mib(text: str | None) -> int | None:
 
 
 def _with_counterparts(wanted: list[str], *, identity: bool, pairs: bool) -> list[str]:
-    """The variants to run: with those that LCT's are compared with; for pairs LCT's, and those of
-    no technique, dense and its saves through hooks.
+    """The variants to run: with those that LCT's are compared with; for pairs LCT's, and the dense
+    ones.
     """
     from ..bench.variants import DENSE, VARIANTS
 
     equals = {name: VARIANTS[name].equals for name in wanted}
     if pairs:
-        plain = [name for name in wanted if name == DENSE or VARIANTS[name].saving.hooks]
-        return [name for name in wanted if equals[name] is not None or name in plain]
+        dense = (DENSE, "hooks-alone")
+        return [name for name in wanted if equals[name] is not None or name in dense]
     if identity:
         counterparts = [name for name in equals.values() if name is not None]
         return list(dict.fromkeys([*counterparts, *wanted]))

@@ -32,6 +32,7 @@ from .saves import (
     SaveBatch,
     SavedTogether,
     StoredSave,
+    captures,
     changed_error,
     decoded_saves,
     encode_saves,
@@ -126,7 +127,7 @@ class SavedActivations:
         self._expected_bytes = _last.dense_bytes if _last is not None else 0
         self._seen_bytes = 0
         self._limit_bytes = self._batch_bytes()
-        self._within_capture = _captures_now()
+        self._within_capture = captures()
         before = _last._little if _last is not None else None
         self._little: LittleSaves = LittleSaves(before, self._expected_bytes)
 
@@ -316,10 +317,6 @@ class SavedActivations:
             batch.encode()
         elif self._within_capture:
             self._batch = None
-
-
-def _captures_now() -> bool:
-    return torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def _flat(tensor: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:

@@ -384,6 +384,11 @@ class _Decoded:
 decoded_saves = _Decoded()
 
 
+def captures() -> bool:
+    """Whether a CUDA graph is captured on torch's current stream."""
+    return torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of the current device is being captured into a graph."""
     # torch.cuda's function costs a microsecond more, and this is asked for every save.

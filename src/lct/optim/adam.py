@@ -11,11 +11,11 @@ from torch.optim.optimizer import _device_dtype_check_for_fused, _get_scalar_dty
 
 from ..nn.compressed_weight import CompressedWeight
 from ..nn.handles import count_write
+from ..nn.saves import captures
 from ..tensor import CompressedTensor, adam_all_
 from .base import (
     CompressedState,
     Rounding,
-    captures,
     choose_rounding,
     compress_state,
     decode_state,

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..dtypes import DTYPES
 from ..nn.compressed_weight import CompressedWeight
+from ..nn.saves import captures
 from ..nn.strides import memory_order
 from ..nn.untraced import untraced
 from ..ops import SUPPORTED_DEVICES
@@ -31,11 +32,6 @@ def has_compressible_state(param: torch.Tensor) -> bool:
         and param.device.type in SUPPORTED_DEVICES
         and type(param) in _STEPPED_TYPES
     )
-
-
-def captures() -> bool:
-    """Whether a CUDA graph is captured on torch's current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 # Steps that a plain tensor of state has been through since it was found that compressing it does
