@@ -49,6 +49,7 @@ def test_limit_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("LCT_DECODE_AHEAD_MIB", config.decode_ahead_bytes, 128),
         ("LCT_SAVE_BATCH_MIB", config.save_batch_bytes, 256),
+        ("LCT_ARENA_HOST_MIB", config.arena_host_bytes, 512),
     ],
 )
 def test_bytes_that_go_together(

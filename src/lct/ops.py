@@ -329,7 +329,9 @@ def book_name(stored: Stored) -> str:
 
 
 def arena_report() -> dict[str, dict[str, int]]:
-    """Reserved bytes, used chunks and their bytes, chunks ever taken, by device. Synchronises."""
+    """By device: reserved bytes there, pinned ones of the host, used chunks and their bytes, chunks
+    ever taken. Synchronises.
+    """
     report = {}
     for device in arena_devices():
         arena = _cuda().arena.of(device.index)
@@ -339,6 +341,7 @@ def arena_report() -> dict[str, dict[str, int]]:
         used = counters.used_chunks
         report[str(device)] = {
             "reserved_bytes": arena.reserved_bytes,
+            "host_bytes": arena.host_bytes,
             "used_chunks": used,
             "used_bytes": used * CHUNK_BYTES,
             "chunks_ever_taken": counters.taken_total,

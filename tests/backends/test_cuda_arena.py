@@ -51,7 +51,8 @@ class Control(ctypes.Structure):
             for name in ("failed_groups", "taken_total", "bitmap_words", "segment_shift")
         ],
         ("home_words", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32 * 2),
+        ("host_free", ctypes.c_int32),
+        ("host_words", ctypes.c_uint32),
         ("segments", ctypes.c_uint64),
         ("bitmap", ctypes.c_uint64),
     ]
@@ -66,11 +67,12 @@ class Device:
     CUresult = SimpleNamespace(CUDA_ERROR_NOT_READY=600)
     entries = tuple(jit.KERNELS)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, host_segments: int = 0) -> None:
         self.queue: deque[Callable[[], object]] = deque()
         self.launches: list[str] = []
         self.waits = 0
         self.capturing = False
+        self.has_pinned = True
         self.live: dict[int, set[int]] = {}  # chunks by serial, as kernels took them
         self.rng = np.random.default_rng(0)
 
@@ -89,6 +91,8 @@ class Device:
         monkeypatch.setattr(jit, "load", self.load)
         monkeypatch.setattr(arenas, "torch", self)
         monkeypatch.setenv("LCT_ARENA_MIB", str(LIMIT * CHUNK_BYTES >> 20))
+        host_bytes = host_segments * SEGMENT * CHUNK_BYTES
+        monkeypatch.setenv("LCT_ARENA_HOST_MIB", str(host_bytes >> 20))
         self.arena = arenas.Arena(0)
         self.control = Control.from_address(self.arena.pointer)
 
@@ -101,6 +105,8 @@ class Device:
         return torch.device("cpu")
 
     def empty(self, *size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory and size[0] >= arenas.SEGMENT_BYTES and not self.has_pinned:
+            raise RuntimeError("CUDA error: out of memory")
         return torch.empty(*size, **options)
 
     def tensor(self, values: list[int], pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -154,22 +160,38 @@ class Device:
             (ctypes.c_uint32 * words).from_address(self.control.bitmap), (words,)
         )
 
+    def taken_on_host(self) -> np.ndarray:
+        words = self.control.host_words
+        first = self.control.bitmap + arenas.HOST_CHUNKS // 8
+        return np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(first), (words,))
+
     def used(self) -> np.ndarray:
-        return np.flatnonzero(np.unpackbits(self.taken().view(np.uint8), bitorder="little"))
+        found = [
+            np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")) + first
+            for words, first in ((self.taken(), 0), (self.taken_on_host(), arenas.HOST_CHUNKS))
+        ]
+        return np.concatenate(found)
 
     def grow_arena(self, args: jit.Args) -> None:
         words = SEGMENT // 32
         first = args.first_group * words
+        address = self.control.segments + 8 * args.first_group
+        ctypes.c_uint64.from_address(address).value = args.dense
+        if first * 32 >= arenas.HOST_CHUNKS:
+            first -= arenas.HOST_CHUNKS // 32
+            assert first == len(self.taken_on_host()), "the number of the next one"
+            self.control.host_words = first + words
+            self.taken_on_host()[first:] = 0
+            self.control.host_free += SEGMENT
+            return
         assert first == len(self.taken()), "the number of the first closed segment"
         self.control.bitmap_words = first + words
         self.taken()[first:] = 0
-        address = self.control.segments + 8 * args.first_group
-        ctypes.c_uint64.from_address(address).value = args.dense
         self.control.free_chunks += SEGMENT
 
     def report_counters(self, args: jit.Args) -> None:
-        ctypes.memmove(args.dense, args.arena, 16)
-        ctypes.c_uint32.from_address(args.dense + 16).value = args.serial
+        ctypes.memmove(args.dense, args.arena, 32)
+        ctypes.c_uint32.from_address(args.dense + 32).value = args.serial
 
     def close_segments(self, args: jit.Args) -> None:
         words = SEGMENT // 32
@@ -189,12 +211,25 @@ class Device:
 
     def free(self, chunks: set[int]) -> None:
         for chunk in chunks:
-            self.taken()[chunk // 32] &= np.uint32(~(1 << chunk % 32) & 0xFFFFFFFF)
-        self.control.free_chunks += len(chunks)
+            on_host = chunk >= arenas.HOST_CHUNKS
+            words = self.taken_on_host() if on_host else self.taken()
+            number = chunk - on_host * arenas.HOST_CHUNKS
+            words[number // 32] &= np.uint32(~(1 << number % 32) & 0xFFFFFFFF)
+            self.control.host_free += on_host
+            self.control.free_chunks += not on_host
 
     def encode(self, serial: int, worst: int, takes: int, everywhere: bool) -> None:
-        """Takes chunks at home, or anywhere."""
-        assert self.control.free_chunks >= worst, "a launch that was admitted has its credit"
+        """Takes chunks at home, or anywhere; in the host's memory what the device has not."""
+        room = self.control.free_chunks + self.control.host_free
+        assert room >= worst, "a launch that was admitted has its credit"
+        self.control.taken_total += takes
+        on_host = max(takes - self.control.free_chunks, 0)
+        takes -= on_host
+        bits = np.unpackbits(self.taken_on_host().view(np.uint8), bitorder="little")
+        for number in np.flatnonzero(bits == 0)[:on_host].tolist():
+            self.taken_on_host()[number // 32] |= np.uint32(1 << number % 32)
+            self.live.setdefault(serial, set()).add(number + arenas.HOST_CHUNKS)
+        self.control.host_free -= on_host
         bits = np.unpackbits(self.taken().view(np.uint8), bitorder="little")
         free = np.flatnonzero(bits == 0)
         home = free[free < 32 * self.control.home_words]
@@ -203,7 +238,6 @@ class Device:
             self.taken()[chunk // 32] |= np.uint32(1 << chunk % 32)
             self.live.setdefault(serial, set()).add(chunk)
         self.control.free_chunks -= takes
-        self.control.taken_total += takes
 
     # ---- what callers of the arena do --------------------------------------------------------
 
@@ -219,7 +253,13 @@ class Device:
         """Every chunk that is in use lies in memory that is held, and counters are right."""
         used = set(self.used().tolist())
         assert used == set().union(*self.live.values())
-        assert self.control.free_chunks == 32 * len(self.taken()) - len(used)
+        on_host = {chunk for chunk in used if chunk >= arenas.HOST_CHUNKS}
+        assert self.control.free_chunks == 32 * len(self.taken()) - len(used - on_host)
+        assert self.control.host_free == 32 * len(self.taken_on_host()) - len(on_host)
+        for number in range(len(self.taken_on_host()) * 32 // SEGMENT):
+            address = self.control.segments + 8 * (arenas.HOST_CHUNKS // SEGMENT + number)
+            found = ctypes.c_uint64.from_address(address).value
+            assert found == self.arena.host_segments[number].data_ptr()
         held = [segment.data_ptr() for segment in self.arena.segments]
         count = len(self.taken()) * 32 // SEGMENT
         table = (ctypes.c_uint64 * count).from_address(self.control.segments)
@@ -229,6 +269,12 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
+
+
+@pytest.fixture
+def backed(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A device whose host backs 20 segments."""
+    return Device(monkeypatch, host_segments=20)
 
 
 def spill(device: Device, chunks: int) -> list[tuple[int, int]]:
@@ -341,6 +387,55 @@ def test_launches_in_flight_share_half_of_the_limit(device: Device) -> None:
     device.check()
 
 
+def test_the_host_backs_what_is_hardly_ever_taken(backed: Device) -> None:
+    """Nothing waits, and the device has little, until data really spills."""
+    arena = backed.arena
+    for _ in range(15 * SEGMENT // 100):
+        backed.launch(100, 0)
+    assert not backed.waits and not backed.launches.count("sweep_chunks")
+    assert arena.total_chunks == SEGMENT and len(arena.host_segments) == 15
+    assert arena.host_bytes == 15 * arenas.SEGMENT_BYTES < 1 << 26, "pinned memory: powers of two"
+    backed.run()
+    backed.check()
+    made = [backed.launch(100, 100) for _ in range(10)]
+    backed.run()
+    assert max(backed.used()) >= arenas.HOST_CHUNKS, "more than the device had"
+    arena.settle()
+    backed.launch(100, 0)
+    assert arena.total_chunks == 2 * SEGMENT, "it has more for the next"
+    backed.launch(100, 0)
+    assert arena.total_chunks == 2 * SEGMENT
+    for payload in made:
+        arena.forget(*payload)
+    trims(backed, 3)
+    assert not backed.live and arena.total_chunks == SEGMENT
+    assert len(arena.host_segments) == 15, "pinned memory stays"
+
+
+def test_the_host_backs_no_more_than_its_limit(backed: Device) -> None:
+    arena = backed.arena
+    for _ in range(30 * SEGMENT // 100):
+        backed.launch(100, 0)
+    assert len(arena.host_segments) == 20 and arena.total_chunks == SEGMENT
+    assert backed.waits, "then launches wait for one another"
+    backed.run()
+    backed.check()
+
+
+def test_a_host_without_memory_is_asked_once(backed: Device) -> None:
+    arena = backed.arena
+    backed.has_pinned = False
+    for _ in range(3 * LIMIT // 100):
+        backed.launch(100, 0)
+    assert not arena.host_segments and arena.host_limit_chunks == 0
+    assert arena.total_chunks == LIMIT // 2 and backed.waits
+    backed.has_pinned = True
+    device_alone = backed.launches.count("grow_arena")
+    assert device_alone == LIMIT // 2 // SEGMENT
+    backed.run()
+    backed.check()
+
+
 def test_what_is_reserved_stays(device: Device) -> None:
     arena = device.arena
     arena.reserve(CHUNK_BYTES * 5 * SEGMENT)
@@ -417,8 +512,12 @@ def test_what_goes_waits_for_no_other_thread(
     assert not device.live and not device.arena._gone
 
 
-def test_long_runs(device: Device, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("host_segments", [0, 1, 3, 20])
+def test_long_runs(
+    host_segments: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
     """Calls in random order, on a device that comes to them sooner or later."""
+    device = Device(monkeypatch, host_segments)
     arena = device.arena
     kept: list[tuple[int, int]] = []
     sizes = set()
@@ -441,22 +540,34 @@ def test_long_runs(device: Device, rng: np.random.Generator) -> None:
         device.check()
         sizes.add(len(arena.segments))
     assert len(sizes) > 5 and device.launches.count("close_segments") > 10
+    assert min(host_segments, 15) <= len(arena.host_segments) <= host_segments
     for payload in kept:
         arena.forget(*payload)
     arena.settle()
     trims(device, 3)
-    assert len(arena.segments) == 2 and not device.live
+    assert len(arena.segments) == (1 if host_segments else 2) and not device.live
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 GROUP = 8192  # values; each of these takes a chunk where its bits are random
+HOST_COUNTERS = slice(24, 32)  # host_free and host_words in the control block
 
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[arenas.Arena]:
-    """The arena of the GPU, with a limit of one segment, and no larger than it must be."""
+    """The arena of the GPU, with a limit of one segment, no larger than it must be, and without the
+    host's memory.
+    """
     own = arenas.of(0)
+    gc.collect()
+    own.settle()
+    assert not own.counters().host_used_chunks
+    host = own._control[HOST_COUNTERS].clone()
+    own._control[HOST_COUNTERS] = 0
+    monkeypatch.setattr(own, "host_segments", [])
+    monkeypatch.setattr(own, "host_limit_chunks", 0)
+    monkeypatch.setattr(own, "_free_host", 0)
     monkeypatch.setattr(own, "limit_chunks", SEGMENT)
     monkeypatch.setattr(own, "_reserved_chunks", 0)
     monkeypatch.setattr(own, "_captured", False)  # graphs of other tests are not replayed
@@ -464,7 +575,9 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[arenas.Arena]:
     shrink(own)
     yield own
     gc.collect()
+    own.settle()  # what is on its way says nothing of the host's memory
     torch.cuda.synchronize()
+    own._control[HOST_COUNTERS] = host
 
 
 def shrink(own: arenas.Arena) -> int:
@@ -609,6 +722,32 @@ def test_steps_of_an_optimizer_while_the_arena_shrinks(own: arenas.Arena) -> Non
         assert_same_bits(activation, payload.decode())
         del payload
     assert own.counters().failed_groups == 0
+
+
+@pytest.mark.gpu
+def test_bits_in_the_hosts_memory() -> None:
+    """Decoded, moved to the CPU, written anew and given back; what comes next is the device's."""
+    own = arenas.of(0)
+    gc.collect()
+    own.settle()
+    first = own.counters()
+    assert not first.host_used_chunks and own.host_limit_chunks >= SEGMENT
+    values = random_bits(first.free_chunks + SEGMENT // 2, GROUP).cuda()
+    coded = lct.encode(values)
+    assert max(chunks_of(coded)) >= arenas.HOST_CHUNKS
+    assert_same_bits(coded.decode(), values)
+    assert_same_bits(coded.to("cpu").decode().cuda(), values)
+    other = random_bits(*values.shape).cuda()
+    coded.encode_(other)
+    assert_same_bits(coded.decode(), other)
+    own.settle()
+    another = lct.encode(values)  # the device's part has grown for it
+    assert_same_bits(another.decode(), values)
+    del coded, another
+    gc.collect()
+    own.settle()
+    last = own.counters()
+    assert not last.host_used_chunks and last.total_chunks > first.total_chunks
 
 
 @pytest.mark.gpu

@@ -64,8 +64,8 @@ def plan(
     Two training steps are traced without values: no GPU and no memory for the
     model are needed. Payloads are taken to have the sizes of Gaussian values,
     and nothing to spill. The peak counts live tensors; on cuda also cuBLAS's
-    workspaces and LCT's overflow arena at half of its limit (LCT_ARENA_MIB),
-    and not what the allocator reserves beyond them.
+    workspaces and LCT's overflow arena before data spills, and not
+    what the allocator reserves beyond them.
 
     [bold]Examples[/bold]
       lct plan qwen3-4b --tokens 500 --step-in-backward

@@ -4,9 +4,11 @@ Chunks of 8,192 bytes lie in segments; a bitmap and a counter of free chunks liv
 (kernels/arena.cuh). A launch is admitted only while the free chunks that the host knows of cover
 the worst case of every launch in flight: then no launch can fail, and nothing is overwritten that
 could not be stored. What finished launches really took a kernel of one thread writes where the
-host looks, without waiting in the common case. During CUDA graph capture the host cannot step in:
-kernels take credit on the device, and a group that finds none stays as it was and is counted
-(``check``).
+host looks, without waiting in the common case. Hardly any launch takes its worst case: most of it
+is backed by pinned memory of the host, which kernels take chunks of only where the device's own
+have run out, and the device's part grows when that happens. During CUDA graph capture the host
+cannot step in: kernels take credit on the device, and a group that finds none stays as it was and
+is counted (``check``).
 
 The arena grows for what spills, and what has not been needed for a while goes back to torch's
 allocator (``trim``): the device closes segments, and the host hears of it as of all else.
@@ -18,12 +20,13 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...config import arena_limit_bytes
+from ...config import arena_host_bytes, arena_limit_bytes
 from ...dtypes import DTYPES
 from ...errors import ArenaExhaustedError, LctError
 from ...layout import CHUNK_BYTES
@@ -31,18 +34,25 @@ from ...presets import PRESETS
 from . import jit
 
 SEGMENT_CHUNKS = 512
-MAX_CHUNKS = 1 << 20  # 8 GiB of spilled exponents; references have 24 bits
+HOST_CHUNKS = 1 << 20  # the number of the first chunk in the host's memory, as in arena.cuh
+MAX_CHUNKS = HOST_CHUNKS  # 8 GiB of spilled exponents; references have 24 bits
+MAX_HOST_CHUNKS = 1 << 17  # 1 GiB
 _SEGMENT_WORDS = SEGMENT_CHUNKS // 32  # of the bitmap; close.cu has a lane for each
-CONTROL = struct.Struct("<iIIIII8xQQ")  # mirrors struct Arena in arena.cuh
+CONTROL = struct.Struct("<iIIIIIiIQQ")  # mirrors struct Arena in arena.cuh
 _CONTROL_BYTES = 64
-_BITMAP_BYTES = MAX_CHUNKS // 8
+_BITMAP_BYTES = (MAX_CHUNKS + MAX_HOST_CHUNKS) // 8
 _FAILED_OFFSET = 4  # of failed_groups in the control block
-_REPORT_WORDS = 5  # report.cu: four counters and a number
-_SEGMENTS_BYTES = MAX_CHUNKS // SEGMENT_CHUNKS * 8
+_COUNTERS = 8  # at the head of the control block
+_REPORT_WORDS = _COUNTERS + 1  # report.cu: and a number
+_SEGMENTS_BYTES = (MAX_CHUNKS + MAX_HOST_CHUNKS) // SEGMENT_CHUNKS * 8
 # The counters are written for the host every this many launches.
 _CHECKPOINT_LAUNCHES = 16
 # The serial numbers of the chunks' owners stand behind the chunks (chunk_owner in arena.cuh).
 SEGMENT_BYTES = SEGMENT_CHUNKS * (CHUNK_BYTES + 4)
+# Pinned at once: torch rounds pinned memory up to a power of two, here 64 MiB.
+_HOST_BLOCK_SEGMENTS = 15
+# Of the arena's limit: what the device itself has before any data spills, where the host backs it.
+_DEVICE_SHARE = 1 / 8
 # A sweep comes when so many payloads are gone; the second where more is in use than the arena
 # ordinarily holds, so that what is taken for long finds room in the segments that stay.
 _SWEEP_PAYLOADS = 4096
@@ -58,17 +68,28 @@ class Counters:
     failed_groups: int
     taken_total: int
     total_chunks: int  # in open segments
+    host_free_chunks: int = 0  # the same of those in the host's memory
+    host_chunks: int = 0
+
+    @property
+    def host_used_chunks(self) -> int:
+        """Chunks in use then in the host's memory."""
+        return self.host_chunks - self.host_free_chunks
 
     @property
     def used_chunks(self) -> int:
         """Chunks in use then, those of payloads that are gone included until a sweep."""
-        return self.total_chunks - self.free_chunks
+        return self.total_chunks - self.free_chunks + self.host_used_chunks
 
 
-def _counters(free: int, failed: int, taken: int, bitmap_words: int) -> Counters:
+def _counters(head: Sequence[int]) -> Counters:
+    """By the first words of the control block (arena.cuh)."""
+    free, failed, taken, words, _, _, host_free, host_words = head
     # A bitmap without segments has a word too, which is full.
-    total = bitmap_words // _SEGMENT_WORDS * SEGMENT_CHUNKS
-    return Counters(free, failed & 0xFFFFFFFF, taken & 0xFFFFFFFF, total)
+    total = words // _SEGMENT_WORDS * SEGMENT_CHUNKS
+    return Counters(
+        free, failed & 0xFFFFFFFF, taken & 0xFFFFFFFF, total, host_free, host_words * 32
+    )
 
 
 class _Snapshot:
@@ -124,7 +145,7 @@ class _Snapshot:
 
     def counters(self) -> Counters:
         """What was written."""
-        return _counters(*self._values[: _REPORT_WORDS - 1].tolist())
+        return _counters(self._values[:_COUNTERS].tolist())
 
 
 @dataclass
@@ -145,6 +166,9 @@ class Arena:
         # Those that are open, and those of which the host has not heard that they are closed.
         self.segments: list[torch.Tensor] = []
         self._reserved_chunks = 0  # that the user asked for
+        # In the host's memory, where they stay.
+        self.host_segments: list[torch.Tensor] = []
+        self.host_limit_chunks = min(arena_host_bytes() // CHUNK_BYTES, MAX_HOST_CHUNKS)
         # Held from `admit` until the launch is enqueued too: a checkpoint that another thread takes
         # in between would count it as done.
         self.lock = threading.RLock()
@@ -159,14 +183,16 @@ class Arena:
         bitmap = self.pointer + _CONTROL_BYTES
         home_words = self._least_segments() * _SEGMENT_WORDS
         tables = bitmap + _BITMAP_BYTES, bitmap
-        head = CONTROL.pack(0, 0, 0, 1, segment_shift, home_words, *tables)
+        head = CONTROL.pack(0, 0, 0, 1, segment_shift, home_words, 0, 0, *tables)
         self._control[: CONTROL.size].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         torch.cuda.current_stream(device).synchronize()
         self._known = Counters(0, 0, 0, 0)
-        self._free = 0  # chunks that launches in flight and those to come may take
+        # Chunks that launches in flight and those to come may take: on the device, on the host.
+        self._free = self._free_host = 0
         # What ``_free`` is at most while the host has not heard how many segments a trim closed.
         self._closing: int | None = None
         self._most_used = 0  # chunks in use, as heard since the last trim
+        self._spills_to_host = False  # as last heard
         self._captured = False
         self._uncovered = 0
         self._debited = 0  # of the checkpoints that have not been read
@@ -190,18 +216,35 @@ class Arena:
         """Device memory held: segments, bitmap and tables."""
         return self._control.nbytes + sum(s.nbytes for s in self.segments)
 
+    @property
+    def host_bytes(self) -> int:
+        """Pinned memory of the host that is held."""
+        return sum(s.nbytes for s in self.host_segments)
+
+    @property
+    def _host_chunks(self) -> int:
+        return len(self.host_segments) * SEGMENT_CHUNKS
+
+    @property
+    def _spare_chunks(self) -> int:
+        """What the device itself has beside what is in use."""
+        if self.host_limit_chunks < SEGMENT_CHUNKS:
+            return self.limit_chunks
+        return max(SEGMENT_CHUNKS, int(self.limit_chunks * _DEVICE_SHARE))
+
     def counters(self) -> Counters:
         """The device's counters now. Synchronises."""
         head = bytes(self._control[: CONTROL.size].cpu().numpy())
-        return _counters(*CONTROL.unpack(head)[:4])
+        return _counters(CONTROL.unpack(head)[:_COUNTERS])
 
     # ---- credit ------------------------------------------------------------------------------
 
     def admit(self, chunks: int, stream: int) -> int:
         """Make sure that a launch on ``stream`` may take ``chunks``; returns its number.
 
-        Waits only where launches in flight might take all that is free and the arena has half of
-        its limit, or all of it if ``chunks`` are more. ArenaExhaustedError, before anything is
+        Waits only where launches in flight might take all that is free, the host's part is as large
+        as it may be and the device's has half of its limit, or all of it if ``chunks`` are more.
+        ArenaExhaustedError, before anything is
         launched, where the device has no memory to grow it. The caller holds ``lock`` until it has
         called ``launched``.
         """
@@ -221,12 +264,14 @@ class Arena:
                 self._change_stream(stream)
             self._stream = stream
             self._raise_failures(self._known.failed_groups)
-            if self._in_flight() + chunks > self._free:
+            if self._spills_to_host:
+                self._follow_spills()
+            if self._missing(chunks) > 0:
                 self._find_credit(chunks)
 
     def launched(self) -> None:
         """Call after the launch: now and then notes a point at which to read the counters."""
-        if self._launches_since >= _CHECKPOINT_LAUNCHES or self._uncovered * 4 > self._free:
+        if self._launches_since >= _CHECKPOINT_LAUNCHES or self._uncovered * 4 > self._room():
             with self.lock:
                 self._poll()
                 self._checkpoint()
@@ -288,7 +333,8 @@ class Arena:
 
     def _sweep(self, args: jit.Args, stream: int) -> None:
         kernel = jit.load("sweep_chunks", PRESETS["pooled"], _BF16, self.device)
-        blocks = max(jit.ceil_div(self.total_chunks, kernel.warps * 32), 1)
+        blocks = jit.ceil_div(self.total_chunks + self._host_chunks, kernel.warps * 32)
+        blocks = max(blocks, 1)
         jit.Call(kernel, args, blocks, kernel.warps).launch(stream)
 
     def _arena_stream(self) -> int:
@@ -299,13 +345,22 @@ class Arena:
     def _in_flight(self) -> int:
         return self._uncovered + self._debited
 
+    def _room(self) -> int:
+        return self._free + self._free_host
+
+    def _missing(self, chunks: int) -> int:
+        return self._in_flight() + chunks - self._room()
+
     def _find_credit(self, chunks: int) -> None:
         self._poll()
-        if self._in_flight() + chunks <= self._free:
+        if self._missing(chunks) <= 0:
             return
         if self._known.taken_total:
             self.collect()
-        missing = self._in_flight() + chunks - self._free
+        self._back(self._missing(chunks))
+        missing = self._missing(chunks)
+        if missing <= 0:
+            return
         # A wait is short, and memory that only spares it others could use: beside launches in
         # flight the arena grows to half of its limit, or for a launch that needs more by itself.
         most = max(self.limit_chunks // 2, chunks)
@@ -314,11 +369,34 @@ class Arena:
             self._grow(missing)
             return
         self._checkpoint()
-        while self._checkpoints and self._in_flight() + chunks > self._free:
+        while self._checkpoints and self._missing(chunks) > 0:
             self._hear()
-        missing = self._in_flight() + chunks - self._free
+        missing = self._missing(chunks)
         if missing > 0:
             self._grow(missing)
+
+    def _back(self, chunks: int) -> None:
+        """Grow by up to ``chunks`` that are hardly ever taken: the first few on the device, the
+        others in the host's memory, as far as the host's limit goes.
+        """
+        if self.host_limit_chunks < SEGMENT_CHUNKS:
+            return
+        few = self._spare_chunks - self.total_chunks
+        if few > 0 and self._closing is None:
+            few = min(few, chunks)
+            self._grow(few)
+            chunks -= few
+        while chunks > 0 and self._host_chunks + SEGMENT_CHUNKS <= self.host_limit_chunks:
+            chunks -= self._grow_on_host()
+
+    def _follow_spills(self) -> None:
+        """Data takes chunks of the host's memory: give the device more of its own, for the next."""
+        if self._free * 2 >= self._spare_chunks or self._closing is not None:
+            return
+        try:
+            self._grow(self._spare_chunks)
+        except ArenaExhaustedError:  # there is credit all the same
+            return
 
     def _grow(self, chunks: int) -> None:
         # The next segment gets the number of the first that is closed.
@@ -341,12 +419,36 @@ class Arena:
                     f"the overflow arena needs {chunks} more chunks of {CHUNK_BYTES} bytes and "
                     f"the device has no memory for them; nothing was overwritten ({error})"
                 ) from error
-            args = jit.Args(dense=segment.data_ptr(), arena=self.pointer)
-            args.first_group, args.end_group = len(self.segments), SEGMENT_CHUNKS
-            kernel = jit.load("grow_arena", PRESETS["pooled"], _BF16, self.device)
-            jit.Call(kernel, args, 1, kernel.warps).launch(stream)
+            self._open(len(self.segments), segment.data_ptr(), stream)
             self.segments.append(segment)
             self._free += SEGMENT_CHUNKS
+
+    def _grow_on_host(self) -> int:
+        """Another block of pinned memory; chunks in it. A host that has none is not asked again."""
+        count = (self.host_limit_chunks - self._host_chunks) // SEGMENT_CHUNKS
+        count = min(count, _HOST_BLOCK_SEGMENTS)
+        try:
+            block = torch.empty(
+                count * SEGMENT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
+            )
+        except RuntimeError:
+            self.host_limit_chunks = self._host_chunks
+            return count * SEGMENT_CHUNKS
+        error, address = jit.driver().cuMemHostGetDevicePointer(block.data_ptr(), 0)
+        jit.check(error)
+        for number in range(count):
+            first = HOST_CHUNKS // SEGMENT_CHUNKS + len(self.host_segments)
+            self._open(first, int(address) + number * SEGMENT_BYTES, self._arena_stream())
+            self.host_segments.append(block[number * SEGMENT_BYTES :][:SEGMENT_BYTES])
+            self._free_host += SEGMENT_CHUNKS
+        return count * SEGMENT_CHUNKS
+
+    def _open(self, number: int, address: int, stream: int) -> None:
+        """Launch what makes the memory at ``address`` the segment ``number``."""
+        args = jit.Args(dense=address, arena=self.pointer)
+        args.first_group, args.end_group = number, SEGMENT_CHUNKS
+        kernel = jit.load("grow_arena", PRESETS["pooled"], _BF16, self.device)
+        jit.Call(kernel, args, 1, kernel.warps).launch(stream)
 
     def reserve(self, size_bytes: int) -> None:
         """Grow to at least ``size_bytes`` of chunks, for captured graphs; no trim undoes it."""
@@ -363,9 +465,10 @@ class Arena:
     def trim(self) -> None:
         """Give the segments that nothing has needed since the last call back to torch's allocator.
 
-        As many stay as the most chunks in use since then take, and the arena's limit beside them:
-        so the arena does not shrink and grow at each step. What was reserved stays too. A segment
-        goes only when no chunk in it and in those of higher numbers is in use.
+        As many stay as the most chunks in use since then take, and a few beside them (the arena's
+        limit where the host backs nothing): so the arena does not shrink and grow at each step.
+        What was reserved stays too. A segment goes only when no chunk in it and in those of higher
+        numbers is in use.
 
         Does not wait for the device: it closes them in the order of the arena's stream, and they
         are given back when the host has heard how many. Does nothing while a graph is captured,
@@ -389,17 +492,17 @@ class Arena:
 
     def _least_segments(self, used_chunks: int = 0) -> int:
         """Segments that no trim closes where so many chunks are in use at most."""
-        chunks = max(used_chunks + self.limit_chunks, self._reserved_chunks)
+        chunks = max(used_chunks + self._spare_chunks, self._reserved_chunks)
         return jit.ceil_div(chunks, SEGMENT_CHUNKS)
 
     def _close(self, keep: int) -> None:
         """Close the last segments but for the first ``keep``; some that are in use may stay too."""
         args = jit.Args(arena=self.pointer, first_group=keep, end_group=SEGMENT_CHUNKS)
-        args.capacity = self.limit_chunks
+        args.capacity = self._spare_chunks
         kernel = jit.load("close_segments", PRESETS["pooled"], _BF16, self.device)
-        # When the device comes to it, launches before have taken what they take. At least the
-        # limit is free after it, or all that was: for those that are not admitted yet.
-        self._closing = self._in_flight() + self.limit_chunks
+        # When the device comes to it, launches before have taken what they take. At least so many
+        # are free after it, or all that were: for those that are not admitted yet.
+        self._closing = self._in_flight() + self._spare_chunks
         self._free = min(self._free, self._closing)
         jit.Call(kernel, args, 1, kernel.warps).launch(self._arena_stream())
         self._launches_since += 1
@@ -470,6 +573,8 @@ class Arena:
                     self._closing = None
                 # And what the arena has grown by since.
                 self._free = known.free_chunks + self.total_chunks - known.total_chunks
+                self._free_host = known.host_free_chunks + self._host_chunks - known.host_chunks
+                self._spills_to_host = known.host_used_chunks > 0
                 if self._closing is not None:
                     self._closing -= done.debited
                     self._free = min(self._free, self._closing)
@@ -500,7 +605,9 @@ class Arena:
     def gather(self, chunks: torch.Tensor) -> torch.Tensor:
         """Contents of ``chunks`` (int64), uint8 (len, 8192); both on the host. Synchronises."""
         out = torch.empty(len(chunks), CHUNK_BYTES, dtype=torch.uint8)
-        for number, segment in enumerate(self.segments):
+        numbered = dict(enumerate(self.segments))
+        numbered |= dict(enumerate(self.host_segments, HOST_CHUNKS // SEGMENT_CHUNKS))
+        for number, segment in numbered.items():
             mine = (chunks // SEGMENT_CHUNKS == number).nonzero().flatten()
             if len(mine):
                 rows = (chunks[mine] % SEGMENT_CHUNKS).to(segment.device)

@@ -1,7 +1,10 @@
 // The overflow arena of a device (docs/architecture.md, "Nothing is ever lost"): chunks of 8,192
 // bytes in segments, a bitmap of taken chunks, and a counter of free ones. Whoever takes a chunk
-// holds credit for it first, so the search in the bitmap always ends.
+// holds credit for it first, so the search in the bitmap always ends. Segments whose chunks have
+// numbers from HOST_CHUNKS on lie in the host's memory, with a counter of their own: they back the
+// worst case, and are taken where the device's memory has none left.
 #define CHUNK_BYTES 8192u
+#define HOST_CHUNKS (1u << 20)
 #define ALL_TAKEN   0xffffffffu
 // Words in which a chunk is searched for at home before it is searched for everywhere: one that is not full is among
 // them unless nearly all are.
@@ -15,7 +18,8 @@ struct Arena {
     u32 bitmap_words;   // of the open segments; those of closed ones are all taken
     u32 segment_shift;  // log2(chunks a segment)
     u32 home_words;     // chunks are taken in the first ones, so that the last segments get empty and can be closed
-    u32 pad[2];
+    int host_free;      // as free_chunks, of those in the host's memory
+    u32 host_words;     // of the bitmap, from HOST_CHUNKS / 32 on; never closed
     u64* segments;
     u32* bitmap;
 };
@@ -56,23 +60,34 @@ __device__ __forceinline__ void return_credit(Arena* arena, int count) {
     if (count) atomicAdd(&arena->free_chunks, count);
 }
 
-// A chunk for which the caller holds credit. One lane calls.
-__device__ __forceinline__ u32 take_chunk(Arena* arena, u32 start, u32 serial) {
-    u32 words = min(arena->home_words, arena->bitmap_words), word = start % words, tries = HOME_TRIES;
+// Credit for one chunk, of which the host has made sure (arena.py); true where it lies in the host's memory. One lane
+// calls. What others have tried for a moment is not there for this one: hence the loop.
+__device__ __forceinline__ bool take_credit(Arena* arena) {
+    while (true) {
+        if (reserve_chunks(arena, 1)) return false;
+        if (atomicSub(&arena->host_free, 1) >= 1) return true;
+        atomicAdd(&arena->host_free, 1);
+    }
+}
+
+// A chunk for which the caller holds credit, in the host's memory or the device's. One lane calls.
+__device__ __forceinline__ u32 take_chunk(Arena* arena, bool host, u32 start, u32 serial) {
+    const u32 first = host ? HOST_CHUNKS / 32 : 0, all = host ? arena->host_words : arena->bitmap_words;
+    u32 words = host ? all : min(arena->home_words, all), word = start % words, tries = HOME_TRIES;
     atomicAdd(&arena->taken_total, 1u);
     while (true) {
-        u32 taken = ((volatile u32*)arena->bitmap)[word];
+        u32 taken = ((volatile u32*)arena->bitmap)[first + word];
         if (taken == ALL_TAKEN) {
             word = word + 1 == words ? 0 : word + 1;
             if (--tries == 0) {
-                words = arena->bitmap_words;
+                words = all;
                 word = word * 0x9e3779b1u % words;  // scattered: next to home all would search the same words
             }
             continue;
         }
         u32 bit = 1u << (__ffs(~taken) - 1);
-        if (!(atomicOr(&arena->bitmap[word], bit) & bit)) {
-            u32 chunk = word * 32 + __ffs(bit) - 1;
+        if (!(atomicOr(&arena->bitmap[first + word], bit) & bit)) {
+            u32 chunk = (first + word) * 32 + __ffs(bit) - 1;
             *chunk_owner(arena, chunk) = serial;
             return chunk;
         }
@@ -84,7 +99,7 @@ __device__ __forceinline__ void free_chunk(Arena* arena, u32 chunk) {
     __threadfence();
     atomicAnd(&arena->bitmap[chunk >> 5], ~(1u << (chunk & 31)));
     __threadfence();
-    atomicAdd(&arena->free_chunks, 1);
+    atomicAdd(chunk >= HOST_CHUNKS ? &arena->host_free : &arena->free_chunks, 1);
 }
 
 // The chunk that a warp spills one group into: kept from the group's old state, or taken at the first spill.
@@ -102,8 +117,8 @@ struct SpillChunk {
     __device__ __forceinline__ u32 take(const Args& a, u32 start, u32 lane) {
         u32 got = 0;
         if (lane == 0) {
-            if (!a.reserve) atomicSub(&a.arena->free_chunks, 1);
-            got = take_chunk(a.arena, start, a.serial);
+            const bool host = !a.reserve && take_credit(a.arena);
+            got = take_chunk(a.arena, host, start, a.serial);
         }
         credit -= a.reserve ? 1 : 0;
         return __shfl_sync(FULL_WARP, got, 0);

@@ -4,8 +4,9 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_BLOCKS) void sweep_chunk
     let_next_start();
     const u32* gone = a.dense ? (const u32*)a.dense : &a.serial;
     // In closed segments all count as taken, and nobody has them.
-    const u32 chunks = a.arena->bitmap_words * 32;
-    for (u32 chunk = blockIdx.x * (WARPS * 32) + threadIdx.x; chunk < chunks; chunk += gridDim.x * (WARPS * 32)) {
+    const u32 own = a.arena->bitmap_words * 32, chunks = own + a.arena->host_words * 32;
+    for (u32 number = blockIdx.x * (WARPS * 32) + threadIdx.x; number < chunks; number += gridDim.x * (WARPS * 32)) {
+        const u32 chunk = number < own ? number : HOST_CHUNKS + number - own;
         if (!(a.arena->bitmap[chunk >> 5] >> (chunk & 31) & 1u)) continue;
         const u32 owner = *chunk_owner(a.arena, chunk);
         u32 low = 0, high = a.capacity;
