@@ -28,7 +28,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU counts as a device where decoding ahead pays, and all weights may wait."""
     monkeypatch.setattr(ahead, "launches_kernels", lambda device: True)
     monkeypatch.setattr(ahead, "SHARE", 1)
-    monkeypatch.setattr(ahead, "_aheads", {})
+    for name in ("_aheads", "_last", "_kept"):
+        monkeypatch.setattr(ahead, name, {})
     yield
 
 
@@ -114,6 +115,66 @@ def test_a_share_of_what_is_held_may_wait(
         assert launches == expected
 
 
+class Chunks(nn.Module):
+    """A layer, and a head that reads its output chunk by chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = (nn.Linear(SIZE, SIZE, bias=False).to(BF16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, chunks: int) -> torch.Tensor:
+        hidden = self.layer(x)
+        parts = hidden.split(len(hidden) // chunks)
+        return torch.stack(
+            [checkpoint(self.one, part, use_reentrant=False) for part in parts]  # type: ignore[misc]
+        ).sum()
+
+    def one(self, part: torch.Tensor) -> torch.Tensor:
+        return self.head(part).float().square().sum()
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 8])
+def test_a_weight_that_is_read_again_and_again_is_kept(chunks: int, launches: list[int]) -> None:
+    """In forward, and for the first time that backward reads it."""
+    losses, grads = [], []
+    for model in (Chunks(), lct.compress_(Chunks())):
+        for _ in range(2):
+            launches.clear()
+            x = torch.arange(8.0 * SIZE).sin().view(8, SIZE).to(BF16).requires_grad_()
+            loss = model(x, chunks)
+            assert len(ahead._kept) == (chunks > 1 and len(launches) > 0)
+            loss.backward()
+            assert not ahead._kept, "nothing is kept beside gradients"
+            losses.append(loss.detach())
+            grads.append(x.grad)
+    head = 3 if chunks == 1 else 2 + 2 * chunks - 1
+    assert sum(launches) == head + 2
+    for loss, grad in zip(losses, grads, strict=True):
+        assert_same_bits(loss, losses[0])
+        assert_same_bits(grad, grads[0])
+
+
+def test_a_kept_weight_goes_when_another_comes(launches: list[int]) -> None:
+    first, second = (lct.compress_(layers(1)) for _ in range(2))
+    x = rows()
+    with torch.no_grad():
+        for model, kept in ((first, 0), (first, 1), (first, 1), (second, 0), (first, 0)):
+            model(x)
+            assert len(ahead._kept) == kept
+    assert len(launches) == 4
+
+
+def test_a_kept_weight_goes_with_its_model() -> None:
+    model = lct.compress_(layers(1))
+    with torch.no_grad():
+        model(rows()), model(rows())
+    assert ahead._kept
+    del model
+    gc.collect()
+    assert not ahead._kept and not ahead._last
+
+
 def changes() -> dict[str, object]:
     def step(weight: CompressedWeight, value: torch.Tensor) -> None:
         weight.compressed.encode_(value)
@@ -129,6 +190,18 @@ def changes() -> dict[str, object]:
         weight.data = value
 
     return {"encode_": step, "CompressedTensor.copy_": take, "copy_": copy, "data": data}
+
+
+@pytest.mark.parametrize("change", changes().values(), ids=changes())
+def test_a_weight_that_is_written_to_while_it_is_kept(change) -> None:  # type: ignore[no-untyped-def]
+    model = lct.compress_(layers(1))
+    x, value = rows(), torch.randn(SIZE, SIZE).to(BF16)
+    with torch.no_grad():
+        model(x), model(x)
+        assert ahead._kept
+        change(model[0].weight, value)
+        assert_same_bits(model(x), F.linear(x, value))
+        assert_same_bits(model(x), F.linear(x, value))
 
 
 @pytest.mark.parametrize("change", changes().values(), ids=changes())

@@ -4,6 +4,9 @@ A decode of a few MiB costs the host as much as one of many and leaves a GPU idl
 CUDA neighbours are decoded by one launch. Who is whose neighbour shows in the first forward: the
 weights of a *group* follow one another there. What is decoded ahead waits for its op, once; a
 weight that is written to before, or asked for elsewhere, is decoded anew.
+
+A weight that products in eager mode read twice in a row, as a loss over chunks reads the head, is
+kept for the next: until another weight is asked for, or backward reads it.
 """
 
 from __future__ import annotations
@@ -147,12 +150,58 @@ def _captures(root: CompressedTensor) -> bool:
 
 
 _aheads: dict[torch.device, Ahead] = {}
+# By device: the weight that a product read last; and where one is kept, it, its values, their
+# version and stream.
+_Reference = weakref.ref[CompressedTensor]
+_last: dict[torch.device, _Reference] = {}
+_kept: dict[torch.device, tuple[_Reference, torch.Tensor, int, int]] = {}
+
+
+def decode_for_product(root: CompressedTensor) -> torch.Tensor:
+    """``decode_for_op`` for an op that reads the values and gives nothing that shares their memory.
+
+    In backward nothing is kept: there the weight's gradient takes as much memory again.
+    """
+    device = root.device
+    if (
+        not launches_kernels(device)
+        or type(root) is not CompressedTensor
+        or torch.is_inference_mode_enabled()
+        or _captures(root)
+    ):
+        return decode_for_op(root)
+    kept = _kept.pop(device, None)  # what another thread keeps meanwhile may be of another weight
+    if kept is not None and kept[0]() is root and kept[2:] == (root.version, _stream(root)):
+        if not _in_backward():
+            _kept[device] = kept
+        return kept[1]
+    del kept  # before another is allocated
+    decoded, last = decode_for_op(root), _last.get(device)
+    if last is None or last() is not root:
+        _last[device] = weakref.ref(root, _gone)
+    elif not _in_backward() and not root.is_written_by_graphs:
+        _kept[device] = last, decoded, root.version, _stream(root)
+    return decoded
+
+
+def forget_product(device: torch.device) -> None:
+    """Free the weight that is kept on ``device``: others are asked for."""
+    _kept.pop(device, None)
+
+
+def _gone(reference: _Reference) -> None:
+    for device in [device for device, last in list(_last.items()) if last is reference]:
+        _last.pop(device, None)
+    for device in [device for device, kept in list(_kept.items()) if kept[0] is reference]:
+        _kept.pop(device, None)
 
 
 def decode_for_op(root: CompressedTensor) -> torch.Tensor:
     """``root.decode()`` for an op of a model, upon which the model's next ops will follow."""
     if type(root) is not CompressedTensor:  # while a graph is traced
         return root.decode()
+    if _kept:
+        forget_product(root.device)
     if root.place is not None and root.place.waiting and not _captures(root):
         try:
             tensor, version, stream = root.place.waiting.pop()

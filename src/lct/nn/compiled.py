@@ -16,7 +16,7 @@ import torch
 
 from ..tensor import CompressedTensor, decode_all
 from . import graph_pass
-from .ahead import decode_for_op
+from .ahead import decode_for_op, forget_product
 from .compressed_weight import CompressedWeight
 from .graph_ops import define, split_by_rank
 from .handles import root_of
@@ -87,6 +87,7 @@ def _decode_all(
 ) -> list[torch.Tensor]:
     sizes = split_by_rank(dims, ranks)
     roots = [_root(handle, size, dtype) for handle, size in zip(handles, sizes, strict=True)]
+    forget_product(handles[0].device)
     return decode_all(roots)
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..tensor import CompressedTensor, encode
-from .ahead import decode_for_op
+from .ahead import decode_for_product
 from .handles import handle_of, root_of
 from .strides import memory_order
 from .untraced import untraced
@@ -88,8 +88,10 @@ class CompressedWeight(torch.Tensor):
         return values if self._whole else view_of(values, self)
 
     def operand(self) -> torch.Tensor:
-        """``dense()`` for an op of a model: maybe decoded together with other weights."""
-        values = decode_for_op(self.compressed)
+        """``dense()`` for a product of a model, which only reads: maybe decoded together with other
+        weights, or kept from the product before.
+        """
+        values = decode_for_product(self.compressed)
         return values if self._whole else view_of(values, self)
 
     @property
