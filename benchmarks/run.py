@@ -99,7 +99,7 @@ MEASUREMENTS = {
         ),
         Measurement(
             "train-qwen3-4b-context-24gib-lct",
-            f"{_QWEN} --context-search --sequence 3750 {_24GIB} --variants lct-all,lct-in-graphs",
+            f"{_QWEN} --context-search --sequence 4000 {_24GIB} --variants lct-all,lct-in-graphs",
             300,
         ),
         Measurement(

@@ -266,6 +266,7 @@ def test_no_memory_for_the_arena_is_an_error_before_anything_changes(
     before = compressed.canonical_bytes()
     own = arena.of(0)
     monkeypatch.setattr(own, "limit_chunks", own.total_chunks)
+    monkeypatch.setattr(own, "host_limit_chunks", own._host_chunks)
 
     def no_memory(*_args, **_kwargs):
         raise torch.cuda.OutOfMemoryError("no memory")

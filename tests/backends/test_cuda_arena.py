@@ -72,7 +72,7 @@ class Device:
         self.launches: list[str] = []
         self.waits = 0
         self.capturing = False
-        self.has_pinned = True
+        self.has_pinned = self.has_memory = True
         self.live: dict[int, set[int]] = {}  # chunks by serial, as kernels took them
         self.rng = np.random.default_rng(0)
 
@@ -107,6 +107,8 @@ class Device:
     def empty(self, *size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         if pin_memory and size[0] >= arenas.SEGMENT_BYTES and not self.has_pinned:
             raise RuntimeError("CUDA error: out of memory")
+        if not pin_memory and size[0] >= arenas.SEGMENT_BYTES and not self.has_memory:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return torch.empty(*size, **options)
 
     def tensor(self, values: list[int], pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -434,6 +436,30 @@ def test_a_host_without_memory_is_asked_once(backed: Device) -> None:
     assert device_alone == LIMIT // 2 // SEGMENT
     backed.run()
     backed.check()
+
+
+@pytest.mark.parametrize("host_segments", [0, 20])
+def test_a_device_that_is_full(host_segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host backs, or finished launches give back, needs no memory of the device."""
+    device = Device(monkeypatch, host_segments)
+    arena = device.arena
+    if not host_segments:
+        device.launch(100, 0)
+    device.has_memory = False
+    held = arena.total_chunks
+    for _ in range(3 * LIMIT // 100):
+        device.launch(100, 0)
+    assert arena.total_chunks == held and bool(device.waits) != bool(host_segments)
+    device.run()
+    made = [device.launch(50, 50) for _ in range(4)]
+    device.run()
+    device.check()
+    with pytest.raises(ArenaExhaustedError, match="nothing was overwritten"):
+        device.launch(21 * SEGMENT, 0)
+    for payload in made:
+        arena.forget(*payload)
+    arena.settle()
+    device.check()
 
 
 def test_what_is_reserved_stays(device: Device) -> None:

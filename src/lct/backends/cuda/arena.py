@@ -16,6 +16,7 @@ allocator (``trim``): the device closes segments, and the host hears of it as of
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 import time
@@ -36,7 +37,7 @@ from . import jit
 SEGMENT_CHUNKS = 512
 HOST_CHUNKS = 1 << 20  # the number of the first chunk in the host's memory, as in arena.cuh
 MAX_CHUNKS = HOST_CHUNKS  # 8 GiB of spilled exponents; references have 24 bits
-MAX_HOST_CHUNKS = 1 << 17  # 1 GiB
+MAX_HOST_CHUNKS = 1 << 18  # 2 GiB
 _SEGMENT_WORDS = SEGMENT_CHUNKS // 32  # of the bitmap; close.cu has a lane for each
 CONTROL = struct.Struct("<iIIIIIiIQQ")  # mirrors struct Arena in arena.cuh
 _CONTROL_BYTES = 64
@@ -365,8 +366,10 @@ class Arena:
         # flight the arena grows to half of its limit, or for a launch that needs more by itself.
         most = max(self.limit_chunks // 2, chunks)
         waits = self._in_flight() or self._closing is not None
-        if self.total_chunks + missing <= most or not waits:
+        if not waits:
             self._grow(missing)
+            return
+        if self.total_chunks + missing <= most and self._try_to_grow(missing):
             return
         self._checkpoint()
         while self._checkpoints and self._missing(chunks) > 0:
@@ -381,11 +384,11 @@ class Arena:
         """
         if self.host_limit_chunks < SEGMENT_CHUNKS:
             return
-        few = self._spare_chunks - self.total_chunks
+        few = min(self._spare_chunks - self.total_chunks, chunks)
         if few > 0 and self._closing is None:
-            few = min(few, chunks)
-            self._grow(few)
-            chunks -= few
+            free = self._free
+            self._try_to_grow(few)
+            chunks -= self._free - free
         while chunks > 0 and self._host_chunks + SEGMENT_CHUNKS <= self.host_limit_chunks:
             chunks -= self._grow_on_host()
 
@@ -393,10 +396,14 @@ class Arena:
         """Data takes chunks of the host's memory: give the device more of its own, for the next."""
         if self._free * 2 >= self._spare_chunks or self._closing is not None:
             return
-        try:
-            self._grow(self._spare_chunks)
-        except ArenaExhaustedError:  # there is credit all the same
-            return
+        self._try_to_grow(self._spare_chunks)
+
+    def _try_to_grow(self, chunks: int) -> bool:
+        """Grow where a full device does no harm: there is credit all the same, or a wait."""
+        with contextlib.suppress(ArenaExhaustedError):
+            self._grow(chunks)
+            return True
+        return False
 
     def _grow(self, chunks: int) -> None:
         # The next segment gets the number of the first that is closed.
