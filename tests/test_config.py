@@ -64,3 +64,14 @@ def test_bytes_that_go_together(
         monkeypatch.setenv(name, wrong)
         with pytest.raises(ValueError, match=f"{name} must be a whole number of MiB"):
             size_bytes()
+
+
+def test_payload_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LCT_PAYLOAD_POOL", raising=False)
+    assert config.has_payload_pool()
+    for value in ("0", "1"):
+        monkeypatch.setenv("LCT_PAYLOAD_POOL", value)
+        assert config.has_payload_pool() == (value == "1")
+    monkeypatch.setenv("LCT_PAYLOAD_POOL", "yes")
+    with pytest.raises(ValueError, match="LCT_PAYLOAD_POOL must be 0 or 1, got 'yes'"):
+        config.has_payload_pool()

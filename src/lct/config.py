@@ -44,6 +44,16 @@ def arena_host_bytes() -> int:
     return int(value) * MIB
 
 
+def has_payload_pool() -> bool:
+    """``LCT_PAYLOAD_POOL``: whether payloads have a pool of their own in torch's allocator, where
+    gradients go within backward (1, the default), or share the common one (0).
+    """
+    value = os.environ.get("LCT_PAYLOAD_POOL", "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"LCT_PAYLOAD_POOL must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
 def decode_ahead_bytes() -> int:
     """``LCT_DECODE_AHEAD_MIB``: dense bytes of weights that are decoded together at most.
 

@@ -14,6 +14,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..backends.cuda import payload_pool
 from ..nn.compressed_weight import CompressedWeight
 from ..nn.untraced import untraced
 from .base import CompressedState
@@ -60,6 +61,7 @@ class StepInBackward:
             for number, group in enumerate(optimizer.param_groups)
             for param in group["params"]
         ]
+        payload_pool.gradients_go(self)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -80,6 +82,7 @@ class StepInBackward:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        payload_pool.gradients_stay(self)
         with self._lock:
             for waiting in self._waiting.values():
                 waiting.clear()

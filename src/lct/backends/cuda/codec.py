@@ -32,7 +32,7 @@ from ...layout import (
 )
 from ...presets import LANES, STEP_VALUES
 from . import arena as arenas
-from . import jit
+from . import jit, payload_pool
 
 NO_BOOK = 0xFFFFFFFF
 NO_BLOCK = 0xFFFFFFFF
@@ -232,7 +232,7 @@ def encode(
             return encode(dense, layout, candidates, into, shift=shift)
     # A wide group's chunks are not reused in place, so an upcast payload is always a new one.
     if into is None or layout.dtype is UPCAST:
-        payload = torch.empty(layout.size_bytes, dtype=torch.uint8, device=dense.device)
+        payload = payload_pool.empty(layout.size_bytes, dense.device)
         held = Lease(device)
         fresh = 1
     else:
@@ -339,7 +339,7 @@ def encode_list(
                 continue
             for n in chosen:
                 size = layouts[n].size_bytes
-                payload = torch.empty(size, dtype=torch.uint8, device=denses[n].device)
+                payload = payload_pool.empty(size, denses[n].device)
                 made[n] = payload, Lease(device)
             sequence = _launch_encodes(
                 [denses[n] for n in chosen],
@@ -370,7 +370,7 @@ def encode_buffer(
     offsets = buffer_offsets(layouts)
     if offsets is None or not _is_one_launch(layouts, device):
         return None
-    buffer = torch.empty(offsets.pop(), dtype=torch.uint8, device=denses[0].device)
+    buffer = payload_pool.empty(offsets.pop(), denses[0].device)
     held = Lease(device)
     start, serial = buffer.data_ptr(), held.serial
     targets = [(start + offset, serial) for offset in offsets]
