@@ -32,6 +32,14 @@ def arena_limit_bytes(device_bytes: int) -> int:
     return int(value) * MIB
 
 
+def arena_own_bytes(limit_bytes: int) -> int:
+    """Of a device's arena's limit: what it has of the device's memory before any data spills, where
+    the host's backs the rest. An eighth, and up to a half where that is less than 32 MiB: in a
+    captured graph kernels ask for room on the device, a chunk of 8 KiB for each warp that runs.
+    """
+    return max(limit_bytes // 8, min(limit_bytes // 2, 32 * MIB))
+
+
 def arena_host_bytes() -> int:
     """``LCT_ARENA_HOST_MIB``: bytes of pinned memory of the host, taken as they are needed, that
     stand for the part of a device's arena which launches in flight might need and hardly ever do.

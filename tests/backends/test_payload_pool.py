@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -21,7 +21,8 @@ class Dropper:
 
 
 @pytest.fixture
-def dropper() -> Iterator[Dropper]:
+def dropper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dropper]:
+    monkeypatch.delenv("LCT_PAYLOAD_POOL", raising=False)
     found = Dropper()
     payload_pool.gradients_go(found)
     yield found
@@ -59,7 +60,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.fixture
-def limit() -> Iterator[None]:
+def limit() -> Iterator[Callable[[int], None]]:
     """limit(mib): nothing more than torch has reserved now, and so much. The pool starts empty."""
     gc.collect()
     payload_pool._pools.clear()
@@ -67,11 +68,11 @@ def limit() -> Iterator[None]:
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
 
-    def more(mib: int) -> None:
-        bytes_ = torch.cuda.memory_reserved() + mib * MIB
-        torch.cuda.set_per_process_memory_fraction(bytes_ / total)
+    def limit_to(mib: int) -> None:
+        most = torch.cuda.memory_reserved() + mib * MIB
+        torch.cuda.set_per_process_memory_fraction(most / total)
 
-    yield more  # type: ignore[misc]
+    yield limit_to
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
@@ -100,35 +101,39 @@ def test_saves_and_states_lie_there() -> None:
     optimizer = lct.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     stepping = step_in_backward(optimizer)
     x = torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    before = torch.cuda.memory_allocated()
-    with lct.compress_activations():
+    with lct.compress_activations() as seen:
         loss = model(x).float().square().mean()
-    held = torch.cuda.memory_allocated() - before
-    pools = [
-        (tuple(segment["segment_pool_id"]), segment["allocated_size"])
-        for segment in torch.cuda.memory_snapshot()
-    ]
     own = tuple(payload_pool._pools[0].id)
-    assert sum(size for pool, size in pools if pool == own) > held // 2
+    there = [
+        segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) == own
+    ]
+    assert sum(there) >= seen.stored_bytes > 10 * MIB
     loss.backward()
-    stepping.remove()
     momentum = optimizer.state[model[0].weight]["momentum_buffer"]
     assert pool_of(momentum.payload) == own
+    stepping.remove()
 
 
 @pytest.mark.gpu
-def test_what_others_have_cached_goes_to_payloads(dropper: Dropper, limit) -> None:
+def test_what_others_have_cached_goes_to_payloads(
+    dropper: Dropper, limit: Callable[[int], None]
+) -> None:
     values = random(64)
     cached = random(256)
     limit(8)
     del cached  # in the common pool, and all that there is
     coded = [lct.encode(values) for _ in range(4)]
     assert all(pool_of(one.payload) == tuple(payload_pool._pools[0].id) for one in coded)
+    torch.cuda.set_per_process_memory_fraction(1.0)
     assert all(same_bits(one.decode(), values) for one in coded)
 
 
 @pytest.mark.gpu
-def test_what_payloads_have_left_goes_to_others(dropper: Dropper, limit) -> None:
+def test_what_payloads_have_left_goes_to_others(
+    dropper: Dropper, limit: Callable[[int], None]
+) -> None:
     values = random(64)
     coded = [lct.encode(values) for _ in range(4)]
     limit(8)
@@ -139,7 +144,27 @@ def test_what_payloads_have_left_goes_to_others(dropper: Dropper, limit) -> None
 
 
 @pytest.mark.gpu
-def test_an_error_where_there_is_no_memory(dropper: Dropper, limit) -> None:
+def test_a_pool_ends_and_payloads_stay(dropper: Dropper, limit: Callable[[int], None]) -> None:
+    values = random(64)
+    kept, gone = lct.encode(values), lct.encode(values)
+    payload_bytes = gone.payload.nbytes
+    before = torch.cuda.memory_reserved()
+    del gone
+    gc.collect()
+    others = list(payload_pool._droppers)
+    for other in others:
+        payload_pool.gradients_stay(other)
+    assert not payload_pool._pools
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before - payload_bytes
+    assert same_bits(kept.decode(), values)
+    payload_pool.gradients_go(dropper)
+    again = lct.encode(values)
+    assert pool_of(again.payload) not in ((0, 0), pool_of(kept.payload))
+
+
+@pytest.mark.gpu
+def test_an_error_where_there_is_no_memory(dropper: Dropper, limit: Callable[[int], None]) -> None:
     values = random(256)
     limit(8)
     with pytest.raises(torch.cuda.OutOfMemoryError):

@@ -10,6 +10,7 @@ its payloads leave, and memory must go from the ones to the others.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from weakref import WeakSet
 
@@ -29,8 +30,13 @@ def gradients_go(dropper: object) -> None:
 
 
 def gradients_stay(dropper: object) -> None:
-    """``dropper`` frees them no longer."""
+    """``dropper`` frees them no longer. After the last one the pools end: what payloads do not take
+    of them goes back to the device, and the rest when they are gone, by ``empty_cache``.
+    """
     _droppers.discard(dropper)
+    with _lock:
+        if not _droppers:
+            _pools.clear()
 
 
 def empty(size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -38,29 +44,26 @@ def empty(size_bytes: int, device: torch.device) -> torch.Tensor:
 
     torch.OutOfMemoryError, as of ``torch.empty``.
     """
-    if not _droppers or torch.cuda.is_current_stream_capturing() or not has_payload_pool():
-        # While a graph is captured: its replays own the memory.
-        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    pool = _pool(device.index)
-    try:
-        with torch.cuda.use_mem_pool(pool):
-            return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    except torch.cuda.OutOfMemoryError:
-        pass
-    # For a pool of its own torch does not give back what others have cached.
-    torch.cuda.empty_cache()
-    try:
-        with torch.cuda.use_mem_pool(pool):
-            return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    except torch.cuda.OutOfMemoryError:
+    # A graph that is captured owns the memory of its replays.
+    if _droppers and has_payload_pool() and not torch.cuda.is_current_stream_capturing():
+        found = _from_pool(size_bytes, device)
+        if found is None:
+            # For a pool of its own torch does not give back what others have cached.
+            torch.cuda.empty_cache()
+            found = _from_pool(size_bytes, device)
+        if found is not None:
+            return found
         # Gaps of the common pool are better than nothing.
-        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
 
-def _pool(device: int) -> torch.cuda.MemPool:
-    pool = _pools.get(device)
-    if pool is None:
-        with _lock:
-            # use_on_oom: what payloads have left is there for others, before memory runs out.
-            pool = _pools.setdefault(device, torch.cuda.MemPool(use_on_oom=True))
-    return pool
+def _from_pool(size_bytes: int, device: torch.device) -> torch.Tensor | None:
+    """None where the pool cannot grow."""
+    with _lock:  # a pool must not end while somebody takes of it
+        pool = _pools.get(device.index)
+        if pool is None:
+            # use_on_oom: what payloads leave is there for others, before memory runs out.
+            pool = _pools[device.index] = torch.cuda.MemPool(use_on_oom=True)
+        with contextlib.suppress(torch.cuda.OutOfMemoryError), torch.cuda.use_mem_pool(pool):
+            return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    return None
