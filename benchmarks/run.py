@@ -109,9 +109,9 @@ MEASUREMENTS = {
         ),
         Measurement(
             "train-models-24gib",
-            "bench train llama-2-7b,qwen3-8b --model-search --memory-limit 24GiB "
+            "bench train --model-search --memory-limit 24GiB "
             "--variants recompute,lct-all+recompute",
-            300,
+            600,
         ),
         Measurement(
             "train-nanogpt-162m-lean",

@@ -53,10 +53,10 @@ def arena_host_bytes() -> int:
 
 
 def has_payload_pool() -> bool:
-    """``LCT_PAYLOAD_POOL``: whether payloads have a pool of their own in torch's allocator, where
-    gradients go within backward (1, the default), or share the common one (0).
+    """``LCT_PAYLOAD_POOL``: whether payloads have a pool of their own in torch's allocator while
+    gradients go within backward (1), or share the common one (0, the default).
     """
-    value = os.environ.get("LCT_PAYLOAD_POOL", "1")
+    value = os.environ.get("LCT_PAYLOAD_POOL", "0")
     if value not in ("0", "1"):
         raise ValueError(f"LCT_PAYLOAD_POOL must be 0 or 1, got {value!r}")
     return value == "1"

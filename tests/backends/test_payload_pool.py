@@ -22,7 +22,7 @@ class Dropper:
 
 @pytest.fixture
 def dropper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dropper]:
-    monkeypatch.delenv("LCT_PAYLOAD_POOL", raising=False)
+    monkeypatch.setenv("LCT_PAYLOAD_POOL", "1")
     found = Dropper()
     payload_pool.gradients_go(found)
     yield found
@@ -83,9 +83,9 @@ def test_only_while_gradients_go(dropper: Dropper, monkeypatch: pytest.MonkeyPat
     own = payload_pool._pools[0].id
     assert pool_of(coded.payload) == tuple(own)
     assert pool_of(coded.decode()) == pool_of(values) == (0, 0)
-    monkeypatch.setenv("LCT_PAYLOAD_POOL", "0")
-    assert pool_of(lct.encode(values).payload) == (0, 0)
     monkeypatch.delenv("LCT_PAYLOAD_POOL")
+    assert pool_of(lct.encode(values).payload) == (0, 0)
+    monkeypatch.setenv("LCT_PAYLOAD_POOL", "1")
     payload_pool.gradients_stay(dropper)
     others = payload_pool._droppers
     assert bool(others) == (pool_of(lct.encode(values).payload) == tuple(own))
@@ -93,7 +93,8 @@ def test_only_while_gradients_go(dropper: Dropper, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-def test_saves_and_states_lie_there() -> None:
+def test_saves_and_states_lie_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LCT_PAYLOAD_POOL", "1")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
     model = model.to("cuda", torch.bfloat16)

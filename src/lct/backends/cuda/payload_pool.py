@@ -1,8 +1,8 @@
 """Where in a device's memory payloads lie.
 
 Saved tensors live from forward to backward, states for ever, and all have sizes of their own. Among
-the tensors that a model makes and drops they leave gaps that fit nothing, about a twentieth of what
-is reserved. In a pool of their own they lie close together.
+the tensors that a model makes and drops they leave gaps that fit nothing. In a pool of their own,
+where ``LCT_PAYLOAD_POOL`` asks for it, they lie close together.
 
 Only while gradients go within backward: where they stay until a step, each backward takes up what
 its payloads leave, and memory must go from the ones to the others.
