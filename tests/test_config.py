@@ -73,7 +73,7 @@ def test_bytes_that_go_together(
 
 def test_payload_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LCT_PAYLOAD_POOL", raising=False)
-    assert not config.has_payload_pool()
+    assert config.has_payload_pool() is None
     for value in ("0", "1"):
         monkeypatch.setenv("LCT_PAYLOAD_POOL", value)
         assert config.has_payload_pool() == (value == "1")

@@ -52,14 +52,16 @@ def arena_host_bytes() -> int:
     return int(value) * MIB
 
 
-def has_payload_pool() -> bool:
+def has_payload_pool() -> bool | None:
     """``LCT_PAYLOAD_POOL``: whether payloads have a pool of their own in torch's allocator while
-    gradients go within backward (1), or share the common one (0, the default).
+    gradients go within backward (1) or share the common one (0).
+
+    Default: None, as torch's allocator has expandable segments or not.
     """
-    value = os.environ.get("LCT_PAYLOAD_POOL", "0")
-    if value not in ("0", "1"):
+    value = os.environ.get("LCT_PAYLOAD_POOL")
+    if value not in (None, "0", "1"):
         raise ValueError(f"LCT_PAYLOAD_POOL must be 0 or 1, got {value!r}")
-    return value == "1"
+    return None if value is None else value == "1"
 
 
 def decode_ahead_bytes() -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -83,7 +86,7 @@ def test_only_while_gradients_go(dropper: Dropper, monkeypatch: pytest.MonkeyPat
     own = payload_pool._pools[0].id
     assert pool_of(coded.payload) == tuple(own)
     assert pool_of(coded.decode()) == pool_of(values) == (0, 0)
-    monkeypatch.delenv("LCT_PAYLOAD_POOL")
+    monkeypatch.setenv("LCT_PAYLOAD_POOL", "0")
     assert pool_of(lct.encode(values).payload) == (0, 0)
     monkeypatch.setenv("LCT_PAYLOAD_POOL", "1")
     payload_pool.gradients_stay(dropper)
@@ -145,23 +148,24 @@ def test_what_payloads_have_left_goes_to_others(
 
 
 @pytest.mark.gpu
-def test_a_pool_ends_and_payloads_stay(dropper: Dropper, limit: Callable[[int], None]) -> None:
-    values = random(64)
-    kept, gone = lct.encode(values), lct.encode(values)
-    payload_bytes = gone.payload.nbytes
-    before = torch.cuda.memory_reserved()
-    del gone
-    gc.collect()
-    others = list(payload_pool._droppers)
-    for other in others:
-        payload_pool.gradients_stay(other)
-    assert not payload_pool._pools
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before - payload_bytes
-    assert same_bits(kept.decode(), values)
-    payload_pool.gradients_go(dropper)
-    again = lct.encode(values)
-    assert pool_of(again.payload) not in ((0, 0), pool_of(kept.payload))
+@pytest.mark.parametrize("expandable", [False, True])
+def test_default_by_the_allocators_setting(expandable: bool) -> None:
+    """In a process of its own, whose allocator has no memory yet."""
+    script = """
+import torch, lct
+from lct.backends.cuda import payload_pool
+payload_pool.gradients_go(lct)
+lct.encode(torch.randn(1 << 20, dtype=torch.bfloat16, device="cuda"))
+print(len(payload_pool._pools))
+"""
+    settings = f"expandable_segments:{expandable}"
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": settings}
+    environment.pop("LCT_PAYLOAD_POOL", None)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(int(expandable))]
 
 
 @pytest.mark.gpu

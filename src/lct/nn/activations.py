@@ -182,21 +182,39 @@ class SavedActivations:
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """Pack hook: a ``_Saved`` or a ``_Kept``. Called a thousand times a step."""
-        reason = _reason_to_keep(tensor, self.min_bytes)
-        if not reason:
-            stored = self._find_or_store(tensor)
-            if isinstance(stored, StoredSave):
-                return _Saved(stored, tensor)
-            reason = stored
-        self.kept[reason] += 1
+        stored = self._find_or_store(tensor)
+        if isinstance(stored, StoredSave):
+            return _Saved(stored, tensor)
+        self.kept[stored] += 1
         return _keep(tensor)
 
     def _find_or_store(self, tensor: torch.Tensor) -> StoredSave | str:
         """What ``tensor`` lies in, stored; or the reason why it stays as it is."""
+        # Cheap and frequent reasons first: this runs for everything that a model saves.
+        if type(tensor) is not torch.Tensor:
+            return "it is a parameter or a subclass"
+        rule = SAVE_RULES.get(tensor.dtype)
+        if rule is None:
+            return _no_codec_for(tensor.dtype)
+        if tensor.layout != torch.strided or not (
+            tensor.is_cuda or tensor.is_cpu or tensor.is_meta
+        ):
+            return "its layout or device has no codec"
         source = tensor.untyped_storage()
         size = source.nbytes()
+        if size < rule.min_bytes or size < self.min_bytes:
+            return "it is small"
+        if torch._C._current_graph_task_id() != -1:
+            return "it is saved within a backward, which needs it at once"
+        if tensor.is_leaf and tensor.requires_grad:
+            return "it is a leaf, which its owner keeps alive"
+        if tensor._is_view() and isinstance(tensor._base, torch.nn.Parameter):
+            return "it is a view of a parameter"
         if self._little.stays_dense(size, source._cdata):
             return "it is little beside what the block saves"
+        reason = _reason_to_keep(tensor)
+        if reason:
+            return reason
         # On CUDA another stream would have to wait for the encode: let it make its own.
         stream = stream_of(tensor) if tensor.is_cuda else 0
         key = source._cdata, tensor._version, tensor.dtype, stream
@@ -393,26 +411,10 @@ def _nothing(tensor: torch.Tensor) -> torch.Tensor:
 _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
-def _reason_to_keep(tensor: torch.Tensor, min_bytes: int) -> str:
-    # Cheap and frequent reasons first: this runs for everything that a model saves.
-    if type(tensor) is not torch.Tensor:
-        return "it is a parameter or a subclass"
-    rule = SAVE_RULES.get(tensor.dtype)
-    if rule is None:
-        return _no_codec_for(tensor.dtype)
-    if tensor.layout != torch.strided or not (tensor.is_cuda or tensor.is_cpu or tensor.is_meta):
-        return "its layout or device has no codec"
-    size = tensor.untyped_storage().nbytes()
-    if size < rule.min_bytes or size < min_bytes:
-        return "it is small"
-    if tensor.is_leaf and tensor.requires_grad:
-        return "it is a leaf, which its owner keeps alive"
-    if tensor._is_view() and isinstance(tensor._base, torch.nn.Parameter):
-        return "it is a view of a parameter"
+def _reason_to_keep(tensor: torch.Tensor) -> str:
+    """What is seldom a reason; empty where there is none."""
     if tensor.is_nested or tensor.is_neg() or tensor.is_inference():
         return "it is a nested, negated or inference tensor"
-    if torch._C._current_graph_task_id() != -1:
-        return "it is saved within a backward, which needs it at once"
     if tensor.grad_fn is not None and tensor.grad_fn.name() in _OF_LOSSES:
         return "a loss saves it, which backward asks for first"
     return ""

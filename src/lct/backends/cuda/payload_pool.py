@@ -1,11 +1,13 @@
 """Where in a device's memory payloads lie.
 
 Saved tensors live from forward to backward, states for ever, and all have sizes of their own. Among
-the tensors that a model makes and drops they leave gaps that fit nothing. In a pool of their own,
-where ``LCT_PAYLOAD_POOL`` asks for it, they lie close together.
+the tensors that a model makes and drops they leave gaps that fit nothing. In a pool of their own
+they lie close together.
 
 Only while gradients go within backward: where they stay until a step, each backward takes up what
-its payloads leave, and memory must go from the ones to the others.
+its payloads leave, and memory must go from the ones to the others. And only with torch's expandable
+segments, unless ``LCT_PAYLOAD_POOL`` asks for it: without them what is free lies in segments of
+former sizes, which a pool of its own could not even give back.
 """
 
 from __future__ import annotations
@@ -20,23 +22,23 @@ from ...config import has_payload_pool
 
 # Those that drop gradients within backward now.
 _droppers: WeakSet[object] = WeakSet()
+# They stay: torch must not run out of memory after one with payloads in it has ended.
 _pools: dict[int, torch.cuda.MemPool] = {}
 _lock = threading.Lock()
+# Whether torch's allocator has expandable segments; None until it is asked.
+_expandable: bool | None = None
 
 
 def gradients_go(dropper: object) -> None:
     """From now on, until ``gradients_stay``: ``dropper`` frees gradients within backward."""
+    global _expandable
     _droppers.add(dropper)
+    _expandable = None
 
 
 def gradients_stay(dropper: object) -> None:
-    """``dropper`` frees them no longer. After the last one the pools end: what payloads do not take
-    of them goes back to the device, and the rest when they are gone, by ``empty_cache``.
-    """
+    """``dropper`` frees them no longer."""
     _droppers.discard(dropper)
-    with _lock:
-        if not _droppers:
-            _pools.clear()
 
 
 def empty(size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -45,7 +47,7 @@ def empty(size_bytes: int, device: torch.device) -> torch.Tensor:
     torch.OutOfMemoryError, as of ``torch.empty``.
     """
     # A graph that is captured owns the memory of its replays.
-    if _droppers and has_payload_pool() and not torch.cuda.is_current_stream_capturing():
+    if _droppers and _is_wanted() and not torch.cuda.is_current_stream_capturing():
         found = _from_pool(size_bytes, device)
         if found is None:
             # For a pool of its own torch does not give back what others have cached.
@@ -59,11 +61,24 @@ def empty(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 def _from_pool(size_bytes: int, device: torch.device) -> torch.Tensor | None:
     """None where the pool cannot grow."""
-    with _lock:  # a pool must not end while somebody takes of it
-        pool = _pools.get(device.index)
-        if pool is None:
+    pool = _pools.get(device.index)
+    if pool is None:
+        with _lock:
             # use_on_oom: what payloads leave is there for others, before memory runs out.
-            pool = _pools[device.index] = torch.cuda.MemPool(use_on_oom=True)
-        with contextlib.suppress(torch.cuda.OutOfMemoryError), torch.cuda.use_mem_pool(pool):
-            return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+            pool = _pools.setdefault(device.index, torch.cuda.MemPool(use_on_oom=True))
+    with contextlib.suppress(torch.cuda.OutOfMemoryError), torch.cuda.use_mem_pool(pool):
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
     return None
+
+
+def _is_wanted() -> bool:
+    wanted = has_payload_pool()
+    return _has_expandable_segments() if wanted is None else wanted
+
+
+def _has_expandable_segments() -> bool:
+    global _expandable
+    if _expandable is None:
+        settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
+        _expandable = bool(settings.get("expandable_segments"))
+    return _expandable
