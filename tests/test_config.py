@@ -80,3 +80,16 @@ def test_payload_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LCT_PAYLOAD_POOL", "yes")
     with pytest.raises(ValueError, match="LCT_PAYLOAD_POOL must be 0 or 1, got 'yes'"):
         config.has_payload_pool()
+
+
+def test_variables_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in config.set_variables():
+        monkeypatch.delenv(name)
+    assert config.set_variables() == {}
+    monkeypatch.setenv("LCT_CACHE_DIR", "somewhere")
+    monkeypatch.setenv("LCT_SAVE_BATCH_MIB", "3")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert config.set_variables() == {
+        "LCT_SAVE_BATCH_MIB": "3",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }

@@ -8,6 +8,13 @@ from pathlib import Path
 MIB = 1 << 20
 
 
+def set_variables() -> dict[str, str]:
+    """What is set of this module's variables and of those of torch's allocator, but for paths."""
+    wanted = ("LCT_", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    names = sorted(name for name in os.environ if name.startswith(wanted))
+    return {name: os.environ[name] for name in names if name != "LCT_CACHE_DIR"}
+
+
 def kernel_cache_dir() -> Path:
     """``LCT_CACHE_DIR``: where compiled kernels are kept (default: ``lct`` in the user's cache)."""
     own = os.environ.get("LCT_CACHE_DIR")

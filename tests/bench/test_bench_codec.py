@@ -34,7 +34,17 @@ ROW_KEYS = {
     "layout", "default", "input", "dtype", "num_values", "encode_over_copy", "decode_over_copy",
     "encode_gb_s", "decode_gb_s", "ratio", "bits_equal",
 }  # fmt: skip
-HEAD_KEYS = {"command", "device", "gpu", "versions", "commit", "date", "rows", "sums"}
+HEAD_KEYS = {
+    "command",
+    "device",
+    "gpu",
+    "versions",
+    "environment",
+    "commit",
+    "date",
+    "rows",
+    "sums",
+}
 
 
 def run(*arguments: object) -> Any:

@@ -20,7 +20,7 @@ from lct.optim import sgd
 CPU = torch.device("cpu")
 SIZE = 2**14
 FIRST_KEYS = ["optimizer", "rounding", "num_values", "step_over_copy", "ratio", "bits_equal"]
-HEAD_KEYS = {"command", "device", "gpu", "versions", "commit", "date", "rows"}
+HEAD_KEYS = {"command", "device", "gpu", "versions", "environment", "commit", "date", "rows"}
 ON_CPU = [(name, r) for name, row in OPTIMIZERS.items() for r in choose_roundings(row, CPU)]
 
 

@@ -14,7 +14,7 @@ from lct.bench.results import describe_run, git_commit, script_line, versions, w
 
 def test_head_of_a_result() -> None:
     head = describe_run("lct bench codec", "cpu")
-    assert list(head) == ["command", "device", "gpu", "versions", "commit", "date"]
+    assert list(head) == ["command", "device", "gpu", "versions", "environment", "commit", "date"]
     assert head["command"] == "lct bench codec"
     assert head["gpu"] is None
     assert datetime.datetime.fromisoformat(head["date"]).tzinfo is not None

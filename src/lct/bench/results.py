@@ -18,6 +18,7 @@ import torch
 
 from .. import __version__
 from ..atomic import atomic_write
+from ..config import set_variables
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
@@ -73,6 +74,7 @@ def describe_run(command: str, device: str, commit: str | None = None) -> dict[s
         "device": device,
         "gpu": gpu_name(device),
         "versions": versions(),
+        "environment": set_variables(),
         "commit": commit or git_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
