@@ -87,8 +87,10 @@ def test_only_while_gradients_go(dropper: Dropper, monkeypatch: pytest.MonkeyPat
     assert pool_of(coded.payload) == tuple(own)
     assert pool_of(coded.decode()) == pool_of(values) == (0, 0)
     monkeypatch.setenv("LCT_PAYLOAD_POOL", "0")
+    payload_pool.gradients_go(dropper)  # asks again
     assert pool_of(lct.encode(values).payload) == (0, 0)
     monkeypatch.setenv("LCT_PAYLOAD_POOL", "1")
+    payload_pool.gradients_go(dropper)
     payload_pool.gradients_stay(dropper)
     others = payload_pool._droppers
     assert bool(others) == (pool_of(lct.encode(values).payload) == tuple(own))

@@ -25,15 +25,15 @@ _droppers: WeakSet[object] = WeakSet()
 # They stay: torch must not run out of memory after one with payloads in it has ended.
 _pools: dict[int, torch.cuda.MemPool] = {}
 _lock = threading.Lock()
-# Whether torch's allocator has expandable segments; None until it is asked.
-_expandable: bool | None = None
+# Whether payloads shall have one; None until it is asked, which is for thousands of payloads once.
+_wanted: bool | None = None
 
 
 def gradients_go(dropper: object) -> None:
     """From now on, until ``gradients_stay``: ``dropper`` frees gradients within backward."""
-    global _expandable
+    global _wanted
     _droppers.add(dropper)
-    _expandable = None
+    _wanted = None
 
 
 def gradients_stay(dropper: object) -> None:
@@ -72,13 +72,10 @@ def _from_pool(size_bytes: int, device: torch.device) -> torch.Tensor | None:
 
 
 def _is_wanted() -> bool:
-    wanted = has_payload_pool()
-    return _has_expandable_segments() if wanted is None else wanted
-
-
-def _has_expandable_segments() -> bool:
-    global _expandable
-    if _expandable is None:
+    global _wanted
+    if _wanted is None:
+        _wanted = has_payload_pool()
+    if _wanted is None:
         settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
-        _expandable = bool(settings.get("expandable_segments"))
-    return _expandable
+        _wanted = bool(settings.get("expandable_segments"))
+    return _wanted
