@@ -44,11 +44,6 @@ def test_limit_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
             config.arena_limit_bytes(24 << 30)
 
 
-@pytest.mark.parametrize(("limit_mib", "own_mib"), [(32, 16), (48, 24), (64, 32), (280, 35)])
-def test_own_part_of_the_arena(limit_mib: int, own_mib: int) -> None:
-    assert config.arena_own_bytes(limit_mib << 20) == own_mib << 20
-
-
 @pytest.mark.parametrize(
     ("name", "size_bytes", "default"),
     [

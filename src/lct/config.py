@@ -19,7 +19,8 @@ def kernel_cache_dir() -> Path:
 
 def arena_limit_bytes(device_bytes: int) -> int:
     """``LCT_ARENA_MIB``: bytes up to which a device's arena grows so that a launch need not go in
-    pieces; to half of it, so that launches need not wait for one another.
+    pieces; to half of it, where the host backs no more, so that launches need not wait for one
+    another.
 
     Default: 1/512 of the device's memory, at least 32 MiB (48 MiB on a 24 GiB card). Data that
     really spills may take more.
@@ -30,14 +31,6 @@ def arena_limit_bytes(device_bytes: int) -> int:
     if not value.isdigit() or int(value) < 1:
         raise ValueError(f"LCT_ARENA_MIB must be a whole number of MiB, at least 1, got {value!r}")
     return int(value) * MIB
-
-
-def arena_own_bytes(limit_bytes: int) -> int:
-    """Of a device's arena's limit: what it has of the device's memory before any data spills, where
-    the host's backs the rest. An eighth, and up to a half where that is less than 32 MiB: in a
-    captured graph kernels ask for room on the device, a chunk of 8 KiB for each warp that runs.
-    """
-    return max(limit_bytes // 8, min(limit_bytes // 2, 32 * MIB))
 
 
 def arena_host_bytes() -> int:

@@ -145,26 +145,6 @@ def test_what_payloads_have_left_goes_to_others(
 
 
 @pytest.mark.gpu
-def test_a_pool_ends_and_payloads_stay(dropper: Dropper, limit: Callable[[int], None]) -> None:
-    values = random(64)
-    kept, gone = lct.encode(values), lct.encode(values)
-    payload_bytes = gone.payload.nbytes
-    before = torch.cuda.memory_reserved()
-    del gone
-    gc.collect()
-    others = list(payload_pool._droppers)
-    for other in others:
-        payload_pool.gradients_stay(other)
-    assert not payload_pool._pools
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before - payload_bytes
-    assert same_bits(kept.decode(), values)
-    payload_pool.gradients_go(dropper)
-    again = lct.encode(values)
-    assert pool_of(again.payload) not in ((0, 0), pool_of(kept.payload))
-
-
-@pytest.mark.gpu
 def test_an_error_where_there_is_no_memory(dropper: Dropper, limit: Callable[[int], None]) -> None:
     values = random(256)
     limit(8)

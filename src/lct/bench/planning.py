@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import arena_host_bytes, arena_limit_bytes, arena_own_bytes
+from ..config import arena_host_bytes, arena_limit_bytes
 from ..memory import LiveBytes
 from ..plan import PHASES, StepBytes, Trainer, Training, live_step_bytes
 from .models.byte_gpt import SIZES, ByteGpt
@@ -93,15 +93,14 @@ def _from_config(config: Any) -> nn.Module:
 def arena_bytes(compressed: bool) -> int:
     """What LCT's overflow arena grows to, on this machine's GPU or on one of ``GPU_BYTES``.
 
-    Half of its limit where the host backs nothing. More where data really spills.
+    An eighth of its limit where the host backs the rest, else half: more where data really spills.
     """
     if not compressed:
         return 0
     device_bytes = GPU_BYTES
     if torch.cuda.is_available():
         device_bytes = torch.cuda.get_device_properties(0).total_memory
-    limit = arena_limit_bytes(device_bytes)
-    return arena_own_bytes(limit) if arena_host_bytes() else limit // 2
+    return arena_limit_bytes(device_bytes) // (8 if arena_host_bytes() else 2)
 
 
 def measure_step(training: Training, parts: frozenset[str], device: torch.device) -> StepBytes:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ...config import arena_host_bytes, arena_limit_bytes, arena_own_bytes
+from ...config import arena_host_bytes, arena_limit_bytes
 from ...dtypes import DTYPES
 from ...errors import ArenaExhaustedError, LctError
 from ...layout import CHUNK_BYTES
@@ -52,6 +52,8 @@ _CHECKPOINT_LAUNCHES = 16
 SEGMENT_BYTES = SEGMENT_CHUNKS * (CHUNK_BYTES + 4)
 # Pinned at once: torch rounds pinned memory up to a power of two, here 64 MiB.
 _HOST_BLOCK_SEGMENTS = 15
+# Of the arena's limit: what the device itself has before any data spills, where the host backs it.
+_DEVICE_SHARE = 1 / 8
 # A sweep comes when so many payloads are gone; the second where more is in use than the arena
 # ordinarily holds, so that what is taken for long finds room in the segments that stay.
 _SWEEP_PAYLOADS = 4096
@@ -229,8 +231,7 @@ class Arena:
         """What the device itself has beside what is in use."""
         if self.host_limit_chunks < SEGMENT_CHUNKS:
             return self.limit_chunks
-        own = arena_own_bytes(self.limit_chunks * CHUNK_BYTES) // CHUNK_BYTES
-        return max(SEGMENT_CHUNKS, own)
+        return max(SEGMENT_CHUNKS, int(self.limit_chunks * _DEVICE_SHARE))
 
     def counters(self) -> Counters:
         """The device's counters now. Synchronises."""
@@ -244,9 +245,8 @@ class Arena:
 
         Waits only where launches in flight might take all that is free, the host's part is as large
         as it may be and the device's has half of its limit, or all of it if ``chunks`` are more.
-        ArenaExhaustedError, before anything is
-        launched, where the device has no memory to grow it. The caller holds ``lock`` until it has
-        called ``launched``.
+        ArenaExhaustedError, before anything is launched, where the device has no memory to grow it.
+        The caller holds ``lock`` until it has called ``launched``.
         """
         with self.lock:
             self.ensure(chunks, stream)

@@ -20,6 +20,8 @@ from ...config import has_payload_pool
 
 # Those that drop gradients within backward now.
 _droppers: WeakSet[object] = WeakSet()
+# They stay: torch still asks a pool that has ended for memory when it runs out, and fails by an
+# assertion where payloads are in it.
 _pools: dict[int, torch.cuda.MemPool] = {}
 _lock = threading.Lock()
 
@@ -30,13 +32,8 @@ def gradients_go(dropper: object) -> None:
 
 
 def gradients_stay(dropper: object) -> None:
-    """``dropper`` frees them no longer. After the last one the pools end: what payloads do not take
-    of them goes back to the device, and the rest when they are gone, by ``empty_cache``.
-    """
+    """``dropper`` frees them no longer."""
     _droppers.discard(dropper)
-    with _lock:
-        if not _droppers:
-            _pools.clear()
 
 
 def empty(size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -59,11 +56,11 @@ def empty(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 def _from_pool(size_bytes: int, device: torch.device) -> torch.Tensor | None:
     """None where the pool cannot grow."""
-    with _lock:  # a pool must not end while somebody takes of it
-        pool = _pools.get(device.index)
-        if pool is None:
+    pool = _pools.get(device.index)
+    if pool is None:
+        with _lock:
             # use_on_oom: what payloads leave is there for others, before memory runs out.
-            pool = _pools[device.index] = torch.cuda.MemPool(use_on_oom=True)
-        with contextlib.suppress(torch.cuda.OutOfMemoryError), torch.cuda.use_mem_pool(pool):
-            return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+            pool = _pools.setdefault(device.index, torch.cuda.MemPool(use_on_oom=True))
+    with contextlib.suppress(torch.cuda.OutOfMemoryError), torch.cuda.use_mem_pool(pool):
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
     return None
