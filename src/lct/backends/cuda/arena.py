@@ -244,9 +244,8 @@ class Arena:
 
         Waits only where launches in flight might take all that is free, the host's part is as large
         as it may be and the device's has half of its limit, or all of it if ``chunks`` are more.
-        ArenaExhaustedError, before anything is
-        launched, where the device has no memory to grow it. The caller holds ``lock`` until it has
-        called ``launched``.
+        ArenaExhaustedError, before anything is launched, where the device has no memory to grow it.
+        The caller holds ``lock`` until it has called ``launched``.
         """
         with self.lock:
             self.ensure(chunks, stream)
