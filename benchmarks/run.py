@@ -63,20 +63,26 @@ MEASUREMENTS = {
         *(
             Measurement(
                 f"train-qwen3-4b-lean-{tokens}",
-                f"{_QWEN} --sequence {tokens} --peak-items --variants "
-                "dense,lct-weights-state,lct-all,lct-in-graphs,recompute,lct-all+recompute",
+                f"{_QWEN} --sequence {tokens} --peak-items --variants {variants}",
                 300,
             )
-            for tokens in (500, 1000)
+            for tokens, variants in (
+                (500, "dense,lct-weights-state,lct-all,lct-in-graphs,recompute,lct-all+recompute"),
+                (1000, "dense,lct-all,lct-in-graphs"),
+            )
         ),
         *(
             Measurement(
                 f"train-qwen3-4b-eager-pairs-{tokens}",
                 f"{_QWEN} --configuration eager --sequence {tokens} --pairs 10 "
-                "--variants dense,hooks-alone,lct-weights-state,lct-all,lct-large",
+                f"--variants {variants}",
                 200,
             )
-            for tokens in (500, 1000, 3500)
+            for tokens, variants in (
+                (500, "dense,hooks-alone,lct-weights-state,lct-all,lct-large"),
+                (1000, "dense,lct-weights-state,lct-all"),
+                (3500, "dense,lct-all"),
+            )
         ),
         Measurement(
             "train-qwen3-4b-captured-500",
@@ -87,7 +93,7 @@ MEASUREMENTS = {
             Measurement(
                 f"train-qwen3-4b-identity-{tokens}",
                 f"{_QWEN} --configuration eager,lean --sequence {tokens} --identity "
-                "--variants lct-all,lct-in-graphs",
+                "--expandable-segments --variants lct-all,lct-in-graphs",
                 400,
             )
             for tokens in (500, 3500)
@@ -99,17 +105,17 @@ MEASUREMENTS = {
         ),
         Measurement(
             "train-qwen3-4b-context-24gib-lct",
-            f"{_QWEN} --context-search --sequence 4000 {_24GIB} --variants lct-all,lct-in-graphs",
+            f"{_QWEN} --context-search --sequence 4250 {_24GIB} --variants lct-all,lct-in-graphs",
             300,
         ),
         Measurement(
             "train-qwen3-4b-context-24gib-dense",
-            f"{_QWEN} --context-search --sequence 1250 {_24GIB} --variants dense",
+            f"{_QWEN} --context-search --sequence 1500 {_24GIB} --variants dense",
             120,
         ),
         Measurement(
             "train-models-24gib",
-            "bench train --model-search --memory-limit 24GiB "
+            "bench train --model-search --memory-limit 24GiB --expandable-segments "
             "--variants recompute,lct-all+recompute",
             600,
         ),

@@ -37,7 +37,7 @@ from . import jit
 SEGMENT_CHUNKS = 512
 HOST_CHUNKS = 1 << 20  # the number of the first chunk in the host's memory, as in arena.cuh
 MAX_CHUNKS = HOST_CHUNKS  # 8 GiB of spilled exponents; references have 24 bits
-MAX_HOST_CHUNKS = 1 << 19  # 4 GiB
+MAX_HOST_CHUNKS = 1 << 18  # 2 GiB
 _SEGMENT_WORDS = SEGMENT_CHUNKS // 32  # of the bitmap; close.cu has a lane for each
 CONTROL = struct.Struct("<iIIIIIiIQQ")  # mirrors struct Arena in arena.cuh
 _CONTROL_BYTES = 64
