@@ -126,9 +126,10 @@ MEASUREMENTS = {
             300,
         ),
         Measurement(
-            "train-nanogpt-162m-lean-all",
-            "bench train nanogpt-162m --micro-batch 32 --micro-steps 4 --variants dense,lct-all",
-            120,
+            "train-nanogpt-162m-identity-lean",
+            "bench train nanogpt-162m --micro-batch 32 --micro-steps 4 --identity "
+            "--expandable-segments --variants lct-all,lct-in-graphs",
+            200,
         ),
         Measurement(
             "train-nanogpt-162m-identity",
