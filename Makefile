@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 # torch is installed before the project: its plain name may be a CUDA build of several GB. Where pip finds CPU
 # builds is a matter of the machine's pip configuration.
 TORCH := $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null),cuda,cpu)
-KERNELS := $(wildcard src/lct/backends/cuda/kernels/*.cu src/lct/backends/cuda/kernels/*.cuh)
+KERNELS := $(wildcard src/lct/backends/cuda/kernels/*.cu src/lct/backends/cuda/kernels/*.cuh tests/backends/warp/*.hpp)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: help venv demo test lint format clean
