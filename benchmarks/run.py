@@ -85,9 +85,23 @@ MEASUREMENTS = {
             )
         ),
         Measurement(
-            "train-qwen3-4b-captured-500",
-            f"{_QWEN} --sequence 500 --cuda-graph --variants dense,lct-weights-state,lct-all",
+            "train-qwen3-4b-eager-500",
+            f"{_QWEN} --configuration eager --sequence 500 --peak-items "
+            "--variants dense,lct-weights-state,lct-all",
             150,
+        ),
+        *(
+            Measurement(
+                f"train-qwen3-4b-captured-{name}",
+                f"{_QWEN} --configuration {configuration} --sequence {tokens} --cuda-graph "
+                f"--variants {variants}",
+                150,
+            )
+            for name, configuration, tokens, variants in (
+                ("500", "lean", 500, "dense,lct-weights-state,lct-all"),
+                ("eager-500", "eager", 500, "dense,lct-weights-state,lct-all"),
+                ("eager-3500", "eager", 3500, "dense,lct-all"),
+            )
         ),
         *(
             Measurement(
@@ -122,8 +136,16 @@ MEASUREMENTS = {
         Measurement(
             "train-nanogpt-162m-lean",
             "bench train nanogpt-162m --micro-batch 32 --micro-steps 4 --variants "
-            "dense,lct-all,lct-in-graphs,budget-0.9,budget-0.7,lct-all+budget-0.9,lct-all+budget-0.7",
-            300,
+            "dense,lct-all,budget-0.9,budget-0.5,budget-0.3,budget-0.1,"
+            "lct-all+budget-0.9,lct-all+budget-0.5,lct-all+budget-0.3",
+            360,
+        ),
+        Measurement(
+            "train-nanogpt-162m-configurations",
+            "bench train nanogpt-162m --configuration eager,eager-chunked,layers,lean,whole,"
+            "whole-chunked --micro-batch 8 --micro-steps 2 --steps 3 --warm-up 2 --optimizer muon "
+            "--identity --variants lct-all",
+            500,
         ),
         Measurement(
             "train-nanogpt-162m-identity-lean",
