@@ -54,7 +54,7 @@ def test_own_part_of_the_arena(limit_mib: int, own_mib: int) -> None:
     [
         ("LCT_DECODE_AHEAD_MIB", config.decode_ahead_bytes, 128),
         ("LCT_SAVE_BATCH_MIB", config.save_batch_bytes, 256),
-        ("LCT_ARENA_HOST_MIB", config.arena_host_bytes, 512),
+        ("LCT_ARENA_HOST_MIB", config.arena_host_bytes, 1024),
     ],
 )
 def test_bytes_that_go_together(

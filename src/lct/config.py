@@ -51,9 +51,9 @@ def arena_host_bytes() -> int:
     """``LCT_ARENA_HOST_MIB``: bytes of pinned memory of the host, taken as they are needed, that
     stand for the part of a device's arena which launches in flight might need and hardly ever do.
 
-    Default: 512 MiB. 0: the device's own memory alone, and launches wait for one another.
+    Default: 1024 MiB. 0: the device's own memory alone, and launches wait for one another.
     """
-    value = os.environ.get("LCT_ARENA_HOST_MIB", "512")
+    value = os.environ.get("LCT_ARENA_HOST_MIB", "1024")
     if not value.isdigit():
         raise ValueError(f"LCT_ARENA_HOST_MIB must be a whole number of MiB, got {value!r}")
     return int(value) * MIB
