@@ -1,7 +1,7 @@
 """Kernels' own code on a CPU: compiled as C++, a warp's lanes taking turns (warp/shim.hpp).
 
-CI has no GPU. What a warp of an encode and of a decode does runs there all the same, and must give
-the bytes of the CPU backend.
+CI has no GPU. What a warp of an encode, a decode and a step does runs there all the same, and must
+give the bytes of the CPU backend.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core, which pip install lct-
 
 from lct.backends import cpu
 from lct.backends.cuda import codec, jit
+from lct.backends.cuda.steps import AdamArgs, MuonArgs, SgdArgs, _list_type
 from lct.codebook import bank
 from lct.dtypes import DTYPES_BY_CODE, UPCAST, DType
 from lct.layout import CHUNK_BYTES, STATE_SHIFT, STATE_SPILLED, STATE_WIDE, PayloadLayout
@@ -30,8 +32,7 @@ from training import COMPILER, needs_compiler
 
 pytestmark = needs_compiler
 WARP = Path(__file__).parent / "warp"
-# Functions that shim.hpp has instead of those in assembly, and one that rounds floats, which no
-# codec does.
+# Functions that shim.hpp has instead of those in assembly.
 REPLACED = (
     "blend",
     "stage16",
@@ -39,13 +40,13 @@ REPLACED = (
     "prefetch",
     "prefetch_at_once",
     "opaque",
+    "pack2",
     "shift_left",
 )
-ROUNDS = "pack2"
-CHUNKS = 32  # of the arena that run.hpp makes
+CHUNKS = 32
 
 Make = Callable[[int], torch.Tensor]
-Load = Callable[[str, Preset, DType], ctypes.CDLL]
+Load = Callable[..., ctypes.CDLL]
 GENERATOR = torch.Generator()
 
 
@@ -55,21 +56,31 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     folder = tmp_path_factory.mktemp("kernels")
 
     @cache
-    def compiled(name: str, preset: Preset, dtype: DType) -> ctypes.CDLL:
-        text = jit.source(jit.KERNELS[name], jit.Variant(preset, dtype), jit.MEASURED_ARCH)
+    def compiled(
+        name: str,
+        preset: Preset,
+        dtype: DType,
+        options: frozenset[str] = frozenset(),
+        argument: str = "Args",
+    ) -> ctypes.CDLL:
+        variant = jit.Variant(preset, dtype, options)
+        text = jit.source(jit.KERNELS[name], variant, jit.MEASURED_ARCH)
         text = re.sub(r"^#if __CUDA_ARCH__ >= 900\n.*?^#endif\n", "", text, flags=re.M | re.S)
-        for function in (*REPLACED, ROUNDS):
+        for function in REPLACED:
             pattern = rf"^__device__ __forceinline__ \w+ {function}\(.*?^}}\n"
             text = re.sub(pattern, "", text, flags=re.M | re.S)
+        approximate = r'asm\("(\w+)\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\);'
+        text = re.sub(approximate, r"\2 = \1_approx(\3);", text)
         assert not re.search(r"\basm\b", re.sub("//.*", "", text)), f"{name} has more assembly"
         text = text.replace("extern __shared__", "extern")
         text = re.sub(r"^#define WARPS \d+$", "#define WARPS 1", text, flags=re.M)
-        path = folder / f"{name}_{preset.name}_{dtype.code}.cpp"
-        parts = (f'#include "{WARP}/shim.hpp"', f"#define KERNEL {name}", text)
+        path = folder / f"{name}_{preset.name}_{dtype.code}_{len(options)}.cpp"
+        names = f"#define KERNEL {name}\n#define ARGUMENT {argument}"
+        parts = (f'#include "{WARP}/shim.hpp"', names, text)
         path.write_text("\n".join((*parts, f'#include "{WARP}/run.hpp"\n')))
         library = path.with_suffix(".so")
-        options = ("-std=c++17", "-O1", "-w", "-shared", "-fPIC")
-        subprocess.run([COMPILER, *options, str(path), "-o", str(library)], check=True)
+        flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC")
+        subprocess.run([COMPILER, *flags, str(path), "-o", str(library)], check=True)
         return ctypes.CDLL(str(library))
 
     return compiled
@@ -109,8 +120,31 @@ COUNT = 2 * 8192 + 3116  # groups in full and a tail, of whole numbers of 250 va
 TABLES = np.concatenate([jit.codebook_tables(book) for book in bank()])
 
 
-def _dense(kind: str, dtype: DType) -> torch.Tensor:
-    GENERATOR.manual_seed(0)
+class Arena(ctypes.Structure):
+    """Mirrors ``struct Arena`` in arena.cuh; one segment of ``CHUNKS``."""
+
+    _fields_ = [
+        *[(name, ctypes.c_int32) for name in ("free_chunks", "failed_groups", "taken_total")],
+        *[(name, ctypes.c_int32) for name in ("bitmap_words", "segment_shift", "home_words")],
+        *[(name, ctypes.c_int32) for name in ("host_free", "host_words")],
+        *[(name, ctypes.c_uint64) for name in ("segments", "bitmap")],
+    ]
+
+    def __init__(self) -> None:
+        # Their owners lie behind the chunks.
+        self._chunks = np.zeros(CHUNKS * (CHUNK_BYTES + 4), np.uint8)
+        self._segments = np.array([self._chunks.ctypes.data], np.uint64)
+        self._bitmap = np.zeros(1, np.uint32)
+        tables = self._segments.ctypes.data, self._bitmap.ctypes.data
+        super().__init__(CHUNKS, 0, 0, 1, CHUNKS.bit_length() - 1, 1, 0, 0, *tables)
+
+    @property
+    def used_chunks(self) -> int:
+        return CHUNKS - self.free_chunks
+
+
+def _dense(kind: str, dtype: DType, seed: int = 0) -> torch.Tensor:
+    GENERATOR.manual_seed(seed)
     values = KINDS[kind](COUNT)
     if dtype is UPCAST:
         values = values.bfloat16()
@@ -149,33 +183,202 @@ def _check(load: Load, preset: Preset, dtype: DType, kind: str, capacity: int | 
         expected = np.zeros(layout.size_bytes, np.uint8)
         cpu.encode(values, layout, book, shift, expected)
         payload = np.full(layout.size_bytes, 0xAB, np.uint8)
-        chunks = np.zeros(CHUNKS * (CHUNK_BYTES + 4), np.uint8)
+        arena = Arena()
         header = layout.pack_header(book, shift)
-        used = _run(encode, layout, header, payload, values, chunks)
+        _run(encode, _args(layout, header, payload, values, arena), layout)
         assert np.array_equal(payload, expected), (kind, book)
         decoded = np.zeros_like(values)
-        _run(decode, layout, header, payload, decoded, chunks)
+        _run(decode, _args(layout, header, payload, decoded, arena), layout)
         assert np.array_equal(decoded, values), (kind, book)
-        end = layout.meta_offset + 4 * layout.num_groups
-        states = expected[layout.meta_offset : end].view(np.uint32) >> STATE_SHIFT
-        wanted = np.sum(states & STATE_SPILLED != 0) + 3 * np.sum(states == STATE_WIDE)
-        assert used == wanted, (kind, book)
+        assert arena.used_chunks == _chunks_of(layout, expected), (kind, book)
 
 
-def _run(
-    kernel: ctypes.CDLL,
+# Of SGD: powers of two, for which products are exact and `_sgd` rounds once.
+LR, MOMENTUM, DAMPENING_LEFT, WEIGHT_DECAY, SCALE = 0.25, 0.5, 0.5, 0.125, 4.0
+STEPS: dict[str, tuple[type[ctypes.Structure], dict[str, float]]] = {
+    "sgd_step": (
+        SgdArgs,
+        {
+            "lr": LR,
+            "momentum": MOMENTUM,
+            "dampening_left": DAMPENING_LEFT,
+            "weight_decay": WEIGHT_DECAY,
+        },
+    ),
+    "adam_step": (
+        AdamArgs,
+        {
+            **{"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8},
+            **{"grad_share": 0.1, "square_share": 0.01, "param_share": 0.999},
+            **{"step_size": -0.05, "correction": 0.2},
+        },
+    ),
+    "muon_step": (MuonArgs, {"buffer_share": 0.05, "update_share": 0.4}),
+}
+OPTIONS = {
+    "none": lambda names: (),
+    "fused": lambda names: {"ROUNDING"} & set(names),
+    "all": set,
+}
+
+
+@pytest.mark.parametrize("capacity", [64, 748])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (name, options)
+        for name in STEPS
+        for options in OPTIONS
+        if (name, options) != ("muon_step", "fused")
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps(load: Load, kind: str, name: str, options: str, capacity: int) -> None:
+    """Tensors of one kind, gradients of another: some spans get rarer kinds, others commoner."""
+    preset, dtype = PRESETS["pooled"], DTYPES_BY_CODE[1]
+    chosen = frozenset(OPTIONS[options](jit.KERNELS[name].options))
+    encode, decode = (load(f"pooled_{code}", preset, dtype) for code in ("encode", "decode"))
+    kernel = load(name, preset, dtype, chosen, "StepList")
+    args_type, numbers = STEPS[name]
+    steps: Any = _list_type(args_type)()
+    args = steps.steps[0]
+    layout = PayloadLayout.choose(preset, dtype, COUNT, capacity)
+    steps.first_block[:2] = [0, layout.num_groups]
+    arena = Arena()
+    values = [patterns(_dense(kind, dtype, seed)) for seed in range(len(args.tensors))]
+    books = [cpu.select(v, layout, tuple(range(len(bank())))) for v in values]
+    headers = [layout.pack_header(*book) for book in books]
+    payloads = [np.full(layout.size_bytes, 0xAB, np.uint8) for _ in values]
+    for t, value in enumerate(values):
+        _run(encode, _args(layout, headers[t], payloads[t], value, arena), layout)
+        args.tensors[t] = _args(layout, headers[t], payloads[t], None, arena)
+    for field, number in numbers.items():
+        setattr(args, field, number)
+    # Scale, count of steps, and whether the step is skipped.
+    scalars = np.array([SCALE, 3, 0], np.float32)
+    update = np.zeros(COUNT, np.uint16)
+    where = {
+        "grad_scale": scalars[0:].ctypes.data,
+        "step": scalars[1:].ctypes.data,
+        "found_inf": scalars[2:].ctypes.data,
+        "update": update.ctypes.data,
+    }
+    for field, *_ in args_type._fields_:
+        if field in where:
+            setattr(args, field, where[field])
+    for number, grad_kind in enumerate(("normal", kind, "any bits", "zeros in between")):
+        grad = patterns(_dense(grad_kind, dtype, 3 + number))
+        args.grad = grad.ctypes.data
+        _run(kernel, steps, layout)
+        *new, left = _updated(kernel, args, values, grad)
+        if name == "sgd_step":
+            assert all(map(np.array_equal, new, _sgd(*values, grad, chosen)))
+        if name == "muon_step":
+            assert np.array_equal(update, left), (kind, number)
+        values = new
+        used = 0
+        for t, (book, shift) in enumerate(books):
+            expected = np.zeros(layout.size_bytes, np.uint8)
+            cpu.encode(values[t], layout, book, shift, expected)
+            found = (_without_chunks(layout, payload) for payload in (payloads[t], expected))
+            assert np.array_equal(*found), (kind, number, t)
+            decoded = np.zeros_like(values[t])
+            _run(decode, _args(layout, headers[t], payloads[t], decoded, arena), layout)
+            assert np.array_equal(decoded, values[t]), (kind, number, t)
+            used += _chunks_of(layout, expected)
+        assert arena.used_chunks == used
+    if name != "muon_step":
+        before = [payload.copy() for payload in payloads]
+        scalars[2] = 1
+        _run(kernel, steps, layout)
+        assert all(map(np.array_equal, before, payloads))
+
+
+def _updated(
+    kernel: ctypes.CDLL, args: ctypes.Structure, values: list[np.ndarray], grad: np.ndarray
+) -> list[np.ndarray]:
+    """New values, and what the update leaves of the gradient, from the kernel's own arithmetic."""
+    arrays = [np.zeros(-(-COUNT // 8) * 8, np.uint16) for _ in range(len(values) + 1)]
+    for array, dense in zip(arrays, (*values, grad), strict=True):
+        array[:COUNT] = dense
+    pointers = (ctypes.c_void_p * len(values))(*(array.ctypes.data for array in arrays[:-1]))
+    pairs = ctypes.c_uint64(len(arrays[0]) // 2)
+    kernel.update(ctypes.byref(args), pointers, ctypes.c_void_p(arrays[-1].ctypes.data), pairs)
+    return [array[:COUNT] for array in arrays]
+
+
+def _sgd(
+    param: np.ndarray, buffer: np.ndarray, grad: np.ndarray, options: frozenset[str]
+) -> list[np.ndarray]:
+    """What sgd_update.cuh computes, each operation in FP64 and rounded once."""
+
+    def value(bits: np.ndarray) -> np.ndarray:
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+    def single(x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float32).astype(np.float64)
+
+    def bits_of(x: np.ndarray) -> np.ndarray:
+        found = torch.from_numpy(x.astype(np.float32)).bfloat16().view(torch.int16).numpy()
+        return np.where(np.isnan(x), 0x7FFF, found.view(np.uint16)).astype(np.uint16)
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x if "ROUNDING" in options else value(bits_of(x))
+
+    with np.errstate(all="ignore"):
+        w, b, g = value(param), value(buffer), value(grad)
+        if "SCALED" in options:
+            g = single(g / SCALE)
+        if "MAXIMIZE" in options:
+            g = rounded(-g)
+        if "DECAY" in options:
+            g = rounded(single(WEIGHT_DECAY * w + g))
+        b = rounded(single(MOMENTUM * b))
+        b = single(DAMPENING_LEFT * g + b)
+        new_buffer = bits_of(b)
+        if "ROUNDING" not in options:
+            b = value(new_buffer)
+        g = rounded(single(MOMENTUM * b + g)) if "NESTEROV" in options else b
+        return [bits_of(single(-LR * g + w)), new_buffer]
+
+
+def _states(layout: PayloadLayout, payload: np.ndarray) -> np.ndarray:
+    """The groups' state words, in place."""
+    end = layout.meta_offset + 4 * layout.num_groups
+    return payload[layout.meta_offset : end].view(np.uint32)
+
+
+def _chunks_of(layout: PayloadLayout, payload: np.ndarray) -> int:
+    states = _states(layout, payload) >> STATE_SHIFT
+    return int(np.sum(states & STATE_SPILLED != 0) + 3 * np.sum(states == STATE_WIDE))
+
+
+def _without_chunks(layout: PayloadLayout, payload: np.ndarray) -> np.ndarray:
+    """A copy in which spilled groups name no chunk: which one they have is of no account."""
+    found = payload.copy()
+    states = _states(layout, found)
+    spilled = states >> STATE_SHIFT & STATE_SPILLED != 0
+    states[spilled] &= np.uint32(0xFF << STATE_SHIFT)
+    return found
+
+
+def _args(
     layout: PayloadLayout,
     header: bytes,
     payload: np.ndarray,
-    values: np.ndarray,
-    chunks: np.ndarray,
-) -> int:
-    """Run a kernel on a payload and dense values; how many chunks are in use then."""
+    values: np.ndarray | None,
+    arena: Arena,
+) -> jit.Args:
+    """The argument of a kernel for a payload and dense values."""
     args = jit.Args()
     ctypes.pointer(args)[0] = codec.template(layout)
     args.header = (ctypes.c_uint32 * 4)(*(int(v) for v in np.frombuffer(header, np.uint32)))
-    args.payload, args.dense = payload.ctypes.data, values.ctypes.data
-    args.tables = TABLES.ctypes.data
-    args.book, args.fresh = header[3], 1
-    free = kernel.run(ctypes.byref(args), layout.num_groups, ctypes.c_void_p(chunks.ctypes.data))
-    return CHUNKS - int(free)
+    args.payload, args.tables = payload.ctypes.data, TABLES.ctypes.data
+    args.dense = values.ctypes.data if values is not None else 0
+    args.arena = ctypes.addressof(arena)
+    args.book, args.fresh = header[3], int(values is not None)
+    return args
+
+
+def _run(kernel: ctypes.CDLL, argument: ctypes.Structure, layout: PayloadLayout) -> None:
+    kernel.run(ctypes.byref(argument), layout.num_groups)

@@ -1,6 +1,6 @@
-// Runs KERNEL, a block after the other, with an arena of 32 chunks.
+// Runs KERNEL, whose parameter is an ARGUMENT, a block after the other.
 static char stacks[32][1 << 16];
-static const Args* argument;
+static const ARGUMENT* argument;
 static void lane_begins() {
     const unsigned lane = now;
     KERNEL(*argument);
@@ -10,13 +10,8 @@ static void lane_begins() {
     setcontext(&caller);
 }
 
-// `chunks`: 32 of them and their owners. Returns how many chunks are free.
-extern "C" int run(Args* args, u32 blocks, u8* chunks) {
-    u64 segment = (u64)chunks;
-    u32 bitmap = 0;
-    Arena arena = {32, 0, 0, 1, 5, 1, 0, 0, &segment, &bitmap};
-    args->arena = &arena;
-    argument = args;
+extern "C" void run(const ARGUMENT* given, u32 blocks) {
+    argument = given;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
         for (u32 lane = 0; lane < 32; lane++) {
             lane_index[lane].x = lane;
@@ -28,5 +23,18 @@ extern "C" int run(Args* args, u32 blocks, u8* chunks) {
         now = 0;
         swapcontext(&caller, &fibers[0]);
     }
-    return arena.free_chunks;
 }
+#ifdef TENSORS
+// What a step computes, of `count` packed pairs of dense values, a multiple of 4.
+extern "C" void update(const StepArgs* args, u32** values, u32* grad, u64 count) {
+    const Update change(*args);
+    for (u64 i = 0; i < count; i += 4) {
+        u32 some[TENSORS][4];
+        for (int t = 0; t < TENSORS; t++)
+            memcpy(some[t], values[t] + i, 16);
+        change(some, *(u32(*)[4])(grad + i));
+        for (int t = 0; t < TENSORS; t++)
+            memcpy(values[t] + i, some[t], 16);
+    }
+}
+#endif

@@ -1,5 +1,6 @@
 // What kernels use of CUDA, for a C++ compiler and one warp a block: its lanes are fibers that take turns. A vote, a
 // shuffle or a barrier hands over to the next lane, so that all lanes have come to it when the first one goes on.
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <ucontext.h>
@@ -31,7 +32,7 @@ static Index lane_index[32], blockIdx, blockDim = {32};
 static unsigned now, turn[32], given[2][32];
 static ucontext_t fibers[32], caller;
 #define threadIdx (lane_index[now])
-uint4 shared[4096];
+uint4 shared[8192];
 
 inline void next_lane() {
     const unsigned lane = now;
@@ -96,6 +97,19 @@ inline float __uint_as_float(unsigned v) {
     memcpy(&out, &v, 4);
     return out;
 }
+inline unsigned __float_as_uint(float v) {
+    unsigned out;
+    memcpy(&out, &v, 4);
+    return out;
+}
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fsqrt_rn(float v) { return sqrtf(v); }
+inline float __frcp_rn(float v) { return 1 / v; }
+inline float __int_as_float(int v) { return __uint_as_float(v); }
 template <class T>
 inline T min(T a, T b) {
     return a < b ? a : b;
@@ -138,6 +152,11 @@ inline T atomicAnd(T* at, V bits) {
 }
 inline void __threadfence() {}
 
+// In place of instructions that approximate.
+inline float sqrt_approx(float v) { return sqrtf(v); }
+inline float rsqrt_approx(float v) { return 1 / sqrtf(v); }
+inline float rcp_approx(float v) { return 1 / v; }
+
 // In place of the functions of common.cuh and pooled.cuh that are written in assembly.
 inline unsigned blend(unsigned a, unsigned b, unsigned mask) { return (a & ~mask) | (b & mask); }
 inline void stage16(unsigned* to, const unsigned* from) { memcpy(to, from, 16); }
@@ -145,4 +164,9 @@ inline void stage_wait() {}
 inline void prefetch(const void*, unsigned, unsigned) {}
 inline void prefetch_at_once(const void*, unsigned, unsigned) {}
 inline unsigned opaque(unsigned value) { return value; }
+inline unsigned bfloat16(float v) {
+    const unsigned bits = __float_as_uint(v);
+    return v != v ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline unsigned pack2(float2 v) { return bfloat16(v.x) | bfloat16(v.y) << 16; }
 inline unsigned shift_left(unsigned value, unsigned by) { return by < 32 ? value << by : 0; }
