@@ -146,8 +146,7 @@ def test_what_payloads_have_left_goes_to_others(
     del coded
     gc.collect()
     others = [random(32) for _ in range(4)]
-    # Not all: the common pool may have free parts of segments that tests before have not left.
-    assert any(pool_of(one) == tuple(payload_pool._pools[0].id) for one in others)
+    assert all(pool_of(one) == tuple(payload_pool._pools[0].id) for one in others)
 
 
 @pytest.mark.gpu
