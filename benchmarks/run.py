@@ -136,16 +136,16 @@ MEASUREMENTS = {
         Measurement(
             "train-nanogpt-162m-lean",
             "bench train nanogpt-162m --micro-batch 32 --micro-steps 4 --variants "
-            "dense,lct-all,budget-0.9,budget-0.5,budget-0.3,budget-0.1,"
-            "lct-all+budget-0.9,lct-all+budget-0.5,lct-all+budget-0.3",
+            "dense,lct-all,budget-0.9,budget-0.5,budget-0.1,budget-0,lct-all+budget-0.9,"
+            "lct-all+budget-0.5,lct-all+budget-0.1,lct-all+budget-0",
             360,
         ),
         Measurement(
             "train-nanogpt-162m-configurations",
             "bench train nanogpt-162m --configuration eager,eager-chunked,layers,lean,whole,"
             "whole-chunked --micro-batch 8 --micro-steps 2 --steps 3 --warm-up 2 --optimizer muon "
-            "--identity --variants lct-all",
-            500,
+            "--identity --variants lct-weights-state,lct-all,lct-in-graphs",
+            600,
         ),
         Measurement(
             "train-nanogpt-162m-identity-lean",

@@ -70,7 +70,7 @@ SAVINGS = (
     Saving("recompute", checkpoint=True),
     Saving("save-on-cpu", offload=True),
     Saving("hooks-alone", hooks=True),
-    *(Saving(f"budget-{share}", budget=share) for share in (0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.1)),
+    *(Saving(f"budget-{share}", budget=share) for share in (0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.1, 0)),
 )
 
 

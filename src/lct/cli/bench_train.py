@@ -159,7 +159,7 @@ def train(
     made and compressed layer by layer; optimizers step in backward, all
     through the same hooks, without LCT torch's fused ones. Variants: dense;
     lct-weights-state, lct-activations, lct-all; recompute (every layer
-    checkpointed), budget-0.9 … budget-0.1 (PyTorch's memory budget of
+    checkpointed), budget-0.9 … budget-0 (PyTorch's memory budget of
     compiled graphs), save-on-cpu, hooks-alone (saved-tensor hooks that
     change nothing); LCT with them, as in lct-all+recompute; sgd-8bit and
     adamw-8bit (bitsandbytes, torchao; [bold]lossy[/bold]). On CUDA every run has a

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..config import save_batch_bytes
 from ..ops import arena_devices, launches_kernels, trim_arenas
 from ..text import text_table
+from .at_once import asked_at_once
 from .bits import pack_bits
 from .garbage import fewer_collections
 from .little import LittleSaves
@@ -238,6 +239,9 @@ class SavedActivations:
             site.room.look(flat, upcast)
             if not site.room.pays:
                 return "its values need as much room compressed"
+        asked_at_once.save(size)
+        if site.in_graph and site.room.at_once:
+            return "a compiled graph asks for it and most of what is saved at once"
         stored = StoredSave(flat, upcast, source, size, stream, site, self.profile)
         ref = stored.ref = weakref.KeyedRef(stored, self._ended, key)
         self._seen_bytes += size
@@ -369,6 +373,9 @@ class _Saved:
             self.waits = False
             self.stored.waiting -= 1
         stored = self.stored
+        asked_at_once.is_backward = True
+        if stored.site.in_graph:
+            asked_at_once.ask(stored.size_bytes, stored.site.room)
         values = stored.values(shared=stored.waiting > 0)
         return values if self.view is None else values.as_strided(*self.view)
 
@@ -482,10 +489,11 @@ def compress_activations(
 
     ``in_graphs``: graphs that Inductor compiles within the block encode themselves what they save,
     and decode it where their backward needs it. Without it the hooks take it when all of a graph
-    has run, and backward decodes all of it at once: for a model that is compiled as a whole that
-    saves no memory in backward. But Inductor plans other kernels then, which may add and round in
-    another order: the bits are those of that graph, not of the one without LCT
-    (docs/guide.md, "torch.compile").
+    has run, and backward decodes all of it at once. A graph that saves most of what forward saves,
+    as of a model that is compiled as a whole, would take more memory in backward than without LCT:
+    after its first backward its saves stay dense. But with ``in_graphs`` Inductor plans other
+    kernels, which may add and round in another order: the bits are those of that graph, not of the
+    one without LCT (docs/guide.md, "torch.compile").
 
     On CUDA saved tensors wait, dense, until a batch is full (``BATCH_BYTES``,
     ``LCT_SAVE_BATCH_MIB``); the end of the block encodes the last ones. ArenaExhaustedError or

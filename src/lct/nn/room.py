@@ -43,13 +43,16 @@ GROUP_VALUES = 8192
 
 
 class Room:
-    """``words``: the capacity of the next payload. ``pays``: whether payloads are smaller."""
+    """``words``: the capacity of the next payload. ``pays``: whether payloads are smaller.
+    ``at_once``: whether a compiled graph asks for them with too much else (``at_once.py``).
+    """
 
-    __slots__ = ("_looks", "_pending", "_saves", "_seen", "pays", "words")
+    __slots__ = ("_looks", "_pending", "_saves", "_seen", "at_once", "pays", "words")
 
     def __init__(self) -> None:
         self.words = CAPACITY_WORDS
         self.pays = True
+        self.at_once = False
         self._saves = 0
         self._looks = FIRST_LOOKS  # measurements that are due
         # Needs of the groups of the last tensors that were measured.

@@ -22,7 +22,7 @@ class SaveSite:
     once in ``encoded`` and the bytes (payloads without spilled chunks, which only the device
     knows); ``reused`` counts further saves of it, ``decoded`` how often backward had it decoded.
     Seconds are measured in a ``profile=True`` block, and 0 elsewhere. ``room``: the capacity that
-    its payloads get.
+    its payloads get. ``in_graph``: whether a compiled graph saves it.
     """
 
     place: str
@@ -37,6 +37,7 @@ class SaveSite:
     stored_bytes: int = 0
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
+    in_graph: bool = False
 
     @property
     def saved_bytes(self) -> int:
@@ -88,6 +89,7 @@ class Sites:
         if site is None:
             place = f"{code.co_filename}:{frame.f_lineno}"
             site = self.named(place, producer.partition("Backward")[0], tensor)
+            site.in_graph = _is_in_graph()
             self._by_instruction[key] = site
         return site
 
@@ -114,7 +116,20 @@ def is_internal(file: str) -> bool:
     return file.startswith(_INTERNAL) or "torchinductor_" in file
 
 
+def _is_in_graph() -> bool:
+    """Whether what is saved now is a compiled graph's, and not that of a line of a model."""
+    frame = sys._getframe(1)
+    while is_internal(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_GRAPHS):
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
 _internal: dict[str, bool] = {}
+_GRAPHS = str(Path(torch.__file__).parent / "_functorch")
 _INTERNAL = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parent),
