@@ -150,8 +150,15 @@ MEASUREMENTS = {
             "train-nanogpt-162m-configurations",
             "bench train nanogpt-162m --configuration eager,eager-chunked,layers,lean,whole,"
             "whole-chunked --micro-batch 8 --micro-steps 2 --steps 3 --warm-up 2 --optimizer muon "
-            "--identity --variants lct-weights-state,lct-all,lct-in-graphs",
-            600,
+            "--identity --variants lct-all",
+            500,
+        ),
+        Measurement(
+            "train-nanogpt-162m-whole",
+            "bench train nanogpt-162m --configuration whole,whole-chunked --micro-batch 8 "
+            "--micro-steps 2 --steps 3 --warm-up 2 --optimizer muon --identity "
+            "--variants lct-weights-state,lct-in-graphs",
+            400,
         ),
         Measurement(
             "train-nanogpt-162m-identity-lean",
