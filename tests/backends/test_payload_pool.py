@@ -62,21 +62,48 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
+def free_parts_taken() -> list[torch.Tensor]:
+    """Takes each free part of what torch has reserved, down to 2 MiB; nothing is added."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    taken = []
+    mib = 1024
+    while mib >= 2:
+        try:
+            taken.append(torch.empty(mib * MIB, dtype=torch.uint8, device="cuda"))
+        except torch.cuda.OutOfMemoryError:
+            mib //= 2
+    return taken
+
+
 @pytest.fixture
 def limit() -> Iterator[Callable[[int], None]]:
-    """limit(mib): nothing more than torch has reserved now, and so much. The pool starts empty."""
+    """limit(mib): nothing more than torch has reserved now, and so much. The pool starts empty.
+
+    What is free beside a part of a segment that earlier tests have left is no room either.
+    """
     gc.collect()
     payload_pool._pools.clear()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
+    taken: list[torch.Tensor] = []
 
     def limit_to(mib: int) -> None:
+        taken.extend(free_parts_taken())
         most = torch.cuda.memory_reserved() + mib * MIB
         torch.cuda.set_per_process_memory_fraction(most / total)
 
     yield limit_to
+    taken.clear()
     torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def part_of_a_segment() -> torch.Tensor:
+    """2 MiB of a segment of 256 MiB whose rest is free, as earlier work may leave."""
+    whole = random(256)
+    del whole
+    return random(2)
 
 
 @pytest.mark.gpu
@@ -137,9 +164,13 @@ def test_what_others_have_cached_goes_to_payloads(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("beside", [None, part_of_a_segment])
 def test_what_payloads_have_left_goes_to_others(
-    dropper: Dropper, limit: Callable[[int], None]
+    dropper: Dropper,
+    limit: Callable[[int], None],
+    beside: Callable[[], torch.Tensor] | None,
 ) -> None:
+    left = beside() if beside else None
     values = random(64)
     coded = [lct.encode(values) for _ in range(4)]
     limit(8)
@@ -147,6 +178,7 @@ def test_what_payloads_have_left_goes_to_others(
     gc.collect()
     others = [random(32) for _ in range(4)]
     assert all(pool_of(one) == tuple(payload_pool._pools[0].id) for one in others)
+    del left
 
 
 @pytest.mark.gpu
