@@ -154,13 +154,6 @@ MEASUREMENTS = {
             500,
         ),
         Measurement(
-            "train-nanogpt-162m-whole",
-            "bench train nanogpt-162m --configuration whole,whole-chunked --micro-batch 8 "
-            "--micro-steps 2 --steps 3 --warm-up 2 --optimizer muon --identity "
-            "--variants lct-weights-state,lct-in-graphs",
-            400,
-        ),
-        Measurement(
             "train-nanogpt-162m-identity-lean",
             "bench train nanogpt-162m --micro-batch 32 --micro-steps 4 --identity "
             "--expandable-segments --variants lct-all,lct-in-graphs",

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -418,6 +418,32 @@ def test_lossy_optimizers_are_marked(row: OptimizerRow) -> None:
     assert row.package is not None
     if importlib.util.find_spec(row.package) is None:
         assert f"{row.package} is not installed" in str(row.missing())
+
+
+def test_8_bit_momentum_of_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes has no kernel for momentum in FP32, which it keeps for small ones by default."""
+    seen: dict[str, Any] = {}
+
+    class SGD8bit(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float, momentum: float, **options: Any) -> None:
+            seen.update(options)
+            super().__init__(params, lr, momentum)
+
+    module = ModuleType("bitsandbytes.optim")
+    module.__dict__["SGD8bit"] = SGD8bit
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", module)
+    row = measure(replace(CASE, variant="sgd-8bit"), RANDOM)
+    assert row["completed"] and row["lossy"] and row["peak_allocated_mib"] > 0
+    assert seen == {"min_8bit_size": 1}
+
+
+def test_steps_that_are_compiled_have_no_peak_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = CASE.optimizer_row.make
+    compiled = OptimizerRow("compiled", make, package="torch", lossy=True, compiles=True)
+    monkeypatch.setitem(VARIANTS, "compiled", replace(VARIANTS["dense"], optimizer=compiled))
+    row = measure(replace(CASE, variant="compiled"), RANDOM)
+    assert row["completed"] and row["peak_allocated_mib"] is None
 
 
 def test_gpt2_tokens_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,7 +272,8 @@ class Run:
                 for name in ("allocated", "active", "reserved")
             }
         allocated = None
-        if self.configuration.compiled == "none":  # a dispatch mode does not see into the others
+        # A dispatch mode does not see into what is compiled.
+        if self.configuration.compiled == "none" and not self.case.optimizer_row.compiles:
             batches = self.batches()
             with LiveBytes(self.model, *self.optimizers, batches) as live:
                 self.step(batches)

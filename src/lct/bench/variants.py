@@ -78,13 +78,15 @@ SAVINGS = (
 class OptimizerRow:
     """``make(model, lct, cuda)`` gives the optimizers of one run: LCT's, or torch's.
 
-    ``package``: what must be installed for it; ``lossy``: its state is rounded.
+    ``package``: what must be installed for it; ``lossy``: its state is rounded; ``compiles``: its
+    step is compiled.
     """
 
     name: str
     make: Callable[[CausalLm, bool, bool], list[torch.optim.Optimizer]]
     package: str | None = None
     lossy: bool = False
+    compiles: bool = False
 
     def missing(self) -> str | None:
         """Why it cannot run; None where it can."""
@@ -124,7 +126,9 @@ def _muon(model: CausalLm, lct: bool, cuda: bool) -> list[torch.optim.Optimizer]
 def _sgd_8bit(model: CausalLm, lct: bool, cuda: bool) -> list[torch.optim.Optimizer]:
     from bitsandbytes.optim import SGD8bit
 
-    return [SGD8bit(model.parameters(), SGD_LR, momentum=MOMENTUM)]
+    # By default it keeps the momentum of small tensors in FP32, and has no CUDA kernel that steps
+    # those with BF16 gradients.
+    return [SGD8bit(model.parameters(), SGD_LR, momentum=MOMENTUM, min_8bit_size=1)]
 
 
 def _adamw_8bit(model: CausalLm, lct: bool, cuda: bool) -> list[torch.optim.Optimizer]:
@@ -136,7 +140,7 @@ def _adamw_8bit(model: CausalLm, lct: bool, cuda: bool) -> list[torch.optim.Opti
 OPTIMIZERS = {row.name: row for row in (OptimizerRow("sgd", _sgd), OptimizerRow("muon", _muon))}
 LOSSY_OPTIMIZERS = (
     OptimizerRow("sgd-8bit", _sgd_8bit, package="bitsandbytes", lossy=True),
-    OptimizerRow("adamw-8bit", _adamw_8bit, package="torchao", lossy=True),
+    OptimizerRow("adamw-8bit", _adamw_8bit, package="torchao", lossy=True, compiles=True),
 )
 
 
