@@ -71,7 +71,7 @@ MEASUREMENTS = {
                 (1000, "dense,lct-all,lct-in-graphs"),
             )
         ),
-        # What one would take instead; 8-bit momentum (lossy) where bitsandbytes is installed.
+        # What one would take instead; 8-bit momentum (lossy) needs lct-torch[peers].
         Measurement(
             "train-qwen3-4b-alternatives-500",
             f"{_QWEN} --sequence 500 --variants dense,lct-activations,lct-all,save-on-cpu,sgd-8bit",
